@@ -285,7 +285,7 @@ def trained_run(
     """As `shardwise train`; ``begin`` is called with the timeline and the network before the ranks start."""
     line = Timeline(RunFolder(folder), described["run"]["emulate"]["nodes"])
     options = RunOptions(steps=steps, run_folder=folder, grace="120s")
-    ready = ready_run(job_arguments(described, {}), options, RunPlace(), note=lambda text: None)
+    ready = ready_run(options.over(job_arguments(described, {})), options, RunPlace(), note=lambda text: None)
     watching = threading.Thread(target=line.watch, daemon=True)
 
     def supervised(launch: Launch) -> Outcome:

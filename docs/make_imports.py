@@ -127,7 +127,7 @@ def _on_enough_devices(case: Case, path: Path) -> Outcome:
     """On the devices of the recipe; without one on 8, or on the fewest that the degrees allow."""
     devices = case.devices or USUAL_DEVICES
     while True:
-        given = arguments_of({"cluster": case.cluster, "gpus": devices}, job=str(path))
+        given = arguments_of({"cluster": case.cluster, "gpus": devices}, str(path))
         try:
             job, notes = job_from(given)
             return Outcome(case, job=job, runs_as=_as_ours(job_from(given, runs_here=True)[0]), notes=tuple(notes))

@@ -12,12 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
-from types import FrameType
 
 import pytest
 
-from shardwise.cli.main import main
-from shardwise.cost.memory.device import device_memories
 from source_rules import (
     FOREIGN_TEXT,
     MOST_LINES,
@@ -317,48 +314,6 @@ def test_a_quick_command_needs_neither_torch_nor_ray() -> None:
         *commands("list collectives", "explain all-reduce", "explain zero", "explain tp", "lab", "--help")
     )
     assert {code: names for code, names in found.items() if names - {"numpy"}} == {}
-
-
-# -- how far it is from the command line to a figure ---------------------------------------------------
-
-MOST_FILES = 8
-# A job that no other test has, so that nothing is remembered of it.
-UNKNOWN = "analyze --model llama3-70b --cluster dgx-h100:8 --tp 8 --pp 4 --zero 1 --global-batch 92 --seq 1880"
-
-
-def files_called(frame: FrameType | None) -> tuple[str, ...]:
-    """The files of the package whose functions are being called, from the command line to this frame."""
-    files: dict[str, None] = {}
-    while frame is not None:
-        place = Path(frame.f_code.co_filename)
-        if place.is_relative_to(SOURCE):
-            files[place.relative_to(SOURCE).as_posix()] = None
-        frame = frame.f_back
-    return tuple(reversed(files))
-
-
-def test_the_memory_of_a_device_is_at_most_eight_files_from_the_command_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    chains: set[tuple[str, ...]] = set()  # of every call from when a device's memory is asked for until it is known
-
-    def watch(frame: FrameType, event: str, _: object) -> None:
-        asked = frame.f_code is device_memories.__code__
-        if event == "call" and (asked or chains):
-            chains.add(files_called(frame))
-        elif event == "return" and asked:
-            sys.setprofile(None)
-
-    sys.setprofile(watch)
-    try:
-        assert main(UNKNOWN.split()) == 0
-    finally:
-        sys.setprofile(None)
-    to_memory = [chain for chain in chains if chain and chain[-1].startswith("cost/memory/")]
-    assert {chain[0] for chain in to_memory} == {"cli/main.py"}
-    assert {"cost/memory/device.py", "cost/memory/sum.py"} <= {chain[-1] for chain in to_memory}
-    longest = max(to_memory, key=len)
-    assert len(longest) <= MOST_FILES, longest
 
 
 # -- files -------------------------------------------------------------------------------------------

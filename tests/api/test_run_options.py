@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwise import api
-from shardwise.api.execution import TrainKeywords, job_with
+from shardwise.api.execution import TrainKeywords, job_for
 from shardwise.api.given import JobArguments, JobKeywords, job_arguments
 from shardwise.api.run_options import EXCLUDED, RunKeywords, RunOptions, RunPlace, require_compatible
 from shardwise.cli.train import run as train_command
@@ -43,13 +43,15 @@ def test_an_option_sets_the_field_that_it_names() -> None:
         steps="7", run_folder=Path("runs/x"), data="shards/a", profile="steps=2:3", wait_for_resources="5s",
         least_devices=1, metrics_port="0",
     )  # fmt: skip
-    job, _ = job_with(described(), options, RunPlace())
+    job, _ = job_for(options.over(described()), RunPlace())
     same = described(
         steps=7, folder="runs/x", data={"shards": ["shards/a"]}, profile={"first": 2, "last": 3},
         restarts={"wait": 5, "shrink": True, "least_devices": 1}, logging={"metrics_port": 0},
     )  # fmt: skip
-    assert job == job_with(same, RunOptions(), RunPlace())[0]
-    assert job_with(described(steps=9), RunOptions(), RunPlace())[0].run.steps == 9  # an option not given sets nothing
+    assert job == job_for(same, RunPlace())[0]
+    assert (
+        job_for(RunOptions().over(described(steps=9)), RunPlace())[0].run.steps == 9
+    )  # an option not given sets nothing
 
 
 def test_what_excludes_what() -> None:
@@ -82,7 +84,7 @@ def test_a_port_that_nobody_would_serve_is_refused() -> None:
         (RunPlace(started_as=Started(0, 2, 2, launcher="Open MPI")), "Open MPI"),
     ):
         with pytest.raises(SpecError, match=f"metrics_port: is served by `shardwise train`, and {launcher} starts"):
-            job_with(port, RunOptions(), place)
+            job_for(port, place)
 
 
 def test_the_address_of_ray_as_a_keyword_still_works() -> None:

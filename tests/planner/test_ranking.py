@@ -99,6 +99,26 @@ def test_more_memory_left_is_worth_a_row() -> None:
     assert "has more dimensions; it leaves" in sentence
 
 
+def test_why_it_wins_contradicts_no_time_of_the_table() -> None:
+    """Of two layouts the slower is beyond noise of the fastest, but not of a simpler form of the fastest layout."""
+    simple = candidate(job_of("llama3.2-1b", "dgx-h100:1", 64, seq=2048).with_strategy(dp=8, zero=1))
+    fastest = candidate(simple.job.with_strategy(recompute="selective"))
+    other = candidate(simple.job.with_strategy(dp=4, tp=2))
+    noise = noise_of(simple.job).share
+    assert simple.degrees == fastest.degrees != other.degrees
+
+    def explained(simple_takes: float, other_takes: float) -> str:
+        losses = ((simple, simple_takes), (fastest, 0.0), (other, other_takes))
+        times = (replace(row, pipeline_seconds=4 * (1 + loss) - row.prediction.tail_seconds) for row, loss in losses)
+        return explain(planned().of(times)).sentence()
+
+    sentence, words = explained(0.8 * noise, 1.5 * noise), strategy_words(fastest.job.strategy)
+    assert f"within noise ({noise:.1%}) of its fastest ({words}) and takes {0.8 * noise:+.1%}; every other" in sentence
+    assert f"{1.5 * noise:+.1%} against the fastest" in sentence
+    assert f"every other layout takes over {noise:.1%} longer" in explained(2 * noise, 1.5 * noise)
+    assert f"and takes {0.8 * noise:+.1%}. The next" in explained(0.8 * noise, 0.9 * noise)
+
+
 def test_of_equals_the_one_that_leaves_room_is_first() -> None:
     """Two layouts as simple and as fast: the memory decides."""
     one = candidate(job_of("llama3.2-1b", "dgx-h100:1", 64, seq=2048).with_strategy(tp=2, dp=4, zero=1))

@@ -14,6 +14,7 @@ from effort import examples
 from interop.frameworks.random_jobs import drawn
 from shardwise.pipeline import build
 from shardwise.spec import Cluster, Job
+from shardwise.spec.fine_tuning import BASE_FORMATS
 from shardwise.spec.schedules import job_schedules, schedule_record
 from shardwise.spec.support import MATRIX, STATUSES, Finding, techniques_of, verdict
 from shardwise.spec.techniques import TECHNIQUES
@@ -100,6 +101,17 @@ USING: dict[str, Fields] = {
     "dropout": {"training": {"dropout": True}},
     "unfused-attention": {"training": {"attention": "unfused"}},
     "compile": {"training": {"compile": True}},
+    "adapters": {"training": {"adapters": {}}},
+    "dora": {"training": {"adapters": {"method": "dora"}}},
+    "adapters-on-experts": {"training": {"adapters": {"experts": True}}, "model": EXPERTS},
+    "adapter-dropout": {"training": {"adapters": {"dropout": 0.1}}},
+    "frozen-parts": {"training": {"trained": ["norms"]}},
+    **{
+        f"base-{name}": {"training": {"adapters": {}, "base_precision": name}}
+        for name in BASE_FORMATS
+        if name != "computed"
+    },
+    "dpo": {"training": {"task": "dpo"}},
     "tied-embeddings": {"model": {"tied_embeddings": True}},
     "mtp": {"model": {"mtp_layers": 1}},
     "encoder": {"model": {"causal": False}},

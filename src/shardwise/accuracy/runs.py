@@ -68,7 +68,7 @@ def _counted_flops(row: TableRow, source: Source, job: Job) -> tuple[float, str]
     """FLOPs of a step by the row's own convention, else by its source's; and that convention in words."""
     own = counted(row.text("flops_convention"))
     convention = own.convention or source.convention
-    per_token = flops_per_token(job.model, job.training.seq, convention)
+    per_token = flops_per_token(job.model, job.training.seq, convention, job.training.tuning)
     recomputed = own.recomputed or (own.convention is None and source.counts_recomputed)
     if recomputed and job.strategy.recompute == "full":
         per_token += per_token / 3 - head_forward_flops(job.model)

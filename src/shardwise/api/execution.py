@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from shardwise.api.given import JobArguments, JobKeywords, JobSource, job_arguments
-from shardwise.api.inputs import decided_job
+from shardwise.api.inputs import decided_job, source_of
 from shardwise.api.results import Figure, Result, Rows
 from shardwise.api.run_options import RunKeywords, RunOptions, RunPlace, on_with_address, require_compatible
 from shardwise.interop.companions import folder_of_model
@@ -123,7 +123,7 @@ def train(
     of_job = {name: value for name, value in given.items() if name not in RunKeywords.__annotations__}
 
     def ready(hosts: Sequence[str] | None) -> ReadyRun:
-        return ready_run(job_arguments(job, of_job), options, place, hosts=hosts, note=report)
+        return ready_run(options.over(job_arguments(job, of_job)), options, place, hosts=hosts, note=report)
 
     if here is not None:
         return trained_as_rank(here, ready, debug=options.debug)
@@ -192,8 +192,12 @@ def _recuts(job: Job, folder: RunFolder) -> FindsRecuts | None:
 def ready_run(
     given: JobArguments, options: RunOptions, place: RunPlace, *, hosts: Sequence[str] | None = None, note: OnProgress
 ) -> ReadyRun:
-    """The job, completed, checked and given a folder. ``hosts`` are the nodes, if their names are known."""
-    job, notes = job_with(given, options, place)
+    """The job, completed, checked and given a folder. ``hosts`` are the nodes, if their names are known.
+
+    ``given`` has the fields that the options set already (`RunOptions.over`).
+    """
+    assert options.over(given) == given
+    job, notes = job_for(given, place)
     job = _with_absolute_paths(job)
     started_as, elsewhere = place.started_as, place.target is not None
     require_packages("train", "torch", "safetensors")
@@ -223,8 +227,8 @@ def ready_run(
     return ReadyRun(job, folder, checked, _named_model(given), options, place, note)
 
 
-def job_with(given: JobArguments, options: RunOptions, place: RunPlace) -> tuple[Job, list[str]]:
-    job, notes = decided_job(replace(given, overrides={**given.overrides, **options.overrides}), trains=True)
+def job_for(given: JobArguments, place: RunPlace) -> tuple[Job, list[str]]:
+    job, notes = decided_job(given, trains=True)
     restarts = job.run.restarts
     if restarts.shrink and restarts.least_devices > job.strategy.world:
         problem = f"{restarts.least_devices}, and the job has {job.strategy.world}"
@@ -236,11 +240,11 @@ def job_with(given: JobArguments, options: RunOptions, place: RunPlace) -> tuple
     return job, notes
 
 
-def job_for_manifest(given: JobArguments, options: RunOptions, place: RunPlace, note: OnProgress) -> tuple[Job, str]:
+def job_for_manifest(given: JobArguments, place: RunPlace, note: OnProgress) -> tuple[Job, str]:
     """The job for nodes that share no storage with this machine, and a name for its run: from its folder or file, else
     the model's. It is completed and priced here, its files are checked there: paths stay as given.
     """
-    job, notes = job_with(given, options, place)
+    job, notes = job_for(given, place)
     if job.run.emulate is not None:
         raise SpecError("run.emulate", "puts the ranks on virtual nodes of this machine", "leave it out")
     if job.run.backend != "auto":
@@ -248,7 +252,7 @@ def job_for_manifest(given: JobArguments, options: RunOptions, place: RunPlace, 
     checked = preflight(job, here=False)
     for text in (*notes, *checked.notes):
         note(text)
-    named = job.run.folder or given.job
+    named = job.run.folder or given.file
     return job, Path(named).stem if named else job.model.name or "run"
 
 
@@ -345,7 +349,7 @@ def _placed(job: Job, given: JobArguments, *, go_on: bool, note: OnProgress) -> 
     """The job with a folder; the default is changed if it has another job's run."""
     if job.run.folder is not None:
         return job
-    default = Path("runs") / (Path(given.job).stem if given.job else job.model.name or "run")
+    default = Path("runs") / (Path(given.file).stem if given.file else job.model.name or "run")
     path, why = (default, []) if go_on else folder_for(job, default)
     if why:
         note(f"{default} has the run of another job ({why[0]}): this one is in {path}")
@@ -353,5 +357,5 @@ def _placed(job: Job, given: JobArguments, *, go_on: bool, note: OnProgress) -> 
 
 
 def _named_model(given: JobArguments) -> Any:
-    of_source = given.source.get("model") if isinstance(given.source, Mapping) else None
-    return given.overrides.get("model", of_source)
+    source = source_of(given)
+    return given.overrides.get("model", source.get("model") if isinstance(source, Mapping) else None)

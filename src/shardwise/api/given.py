@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from os import PathLike
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from shardwise.api.quantities import path_text
-from shardwise.interop.jobs import other_framework, read_job_fields
 from shardwise.spec.bare import BareNumbers
 from shardwise.spec.codec import Spec
 from shardwise.spec.errors import SpecError, nearest_name, shown
@@ -25,30 +23,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class JobArguments:
-    """A job as given, before anything is looked up: where its fields come from, and what overrides them."""
+    """A job as given, before anything is looked up: made once by a surface, turned into a `Job` by `inputs`."""
 
-    job: str | None = None
+    file: str | None = None
     """Path of a job file, or of another framework's configuration."""
-    fields: Mapping[str, Any] | None = None
-    """Fields of a job that is not in a file."""
-    configuration: Configuration | None = None
-    """Another framework's configuration that is not in a file."""
+    source: Mapping[str, Any] | Configuration = field(default_factory=dict)
+    """Fields of a job, or another framework's configuration, that are not in a file."""
     bare: BareNumbers = BareNumbers()
     """Numbers that stand for a model or a cluster."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Values by the path of their field, such as ``model`` and ``strategy.tp``."""
-
-    @cached_property
-    def source(self) -> Mapping[str, Any] | Configuration:
-        """The fields below the overrides, or another framework's configuration; a file is read when this is asked."""
-        if not self.job:
-            return self.configuration or self.fields or {}
-        framework = other_framework(self.job)
-        if framework is None:
-            return read_job_fields(self.job)
-        from shardwise.interop.frameworks import configuration_in
-
-        return configuration_in(self.job, framework)
+    """Values that override those of the source, by the path of their field: ``model``, ``strategy.tp``."""
 
 
 JobSource = Job | JobArguments | Mapping[str, Any] | str | PathLike[str]
@@ -101,6 +85,12 @@ class JobKeywords(TypedDict, total=False):
     compile: bool
     graphs: bool | str
     optimization: Mapping[str, Any]
+    task: str
+    adapters: Mapping[str, Any]
+    trained: Sequence[str] | str
+    base_precision: str
+    preference: Mapping[str, Any]
+    lengths: Mapping[str, Any]
     checkpoint_interval: float | str
     stack: Mapping[str, Any] | Stack | str
     memory_risk: float | str
@@ -132,27 +122,23 @@ def job_arguments(job: JobSource | None, keywords: Mapping[str, Any]) -> JobArgu
             values |= {f"{name}.{inner}": inside for inner, inside in _mapping(name, value).items()}
         else:
             values[_path(name)] = value if name in ("model", "cluster") else _plain(value)
-    return arguments_of(values, **_source(job))
+    if job is None or isinstance(job, Mapping):
+        return arguments_of(values, source=job or {})
+    if isinstance(job, Job):
+        return arguments_of(values, source=job.to_dict())
+    if isinstance(job, (str, PathLike)):
+        return arguments_of(values, path_text(job, "job"))
+    raise SpecError("job", f"{shown(job)} is not a job", "give a Job, the path of a job file, or a mapping of fields")
 
 
-def arguments_of(values: Mapping[str, Any], **source: Any) -> JobArguments:
-    """The arguments with values by path, of which some are bare numbers."""
+def arguments_of(
+    values: Mapping[str, Any], file: str | None = None, source: Mapping[str, Any] | None = None
+) -> JobArguments:
+    """The arguments with values by path, of which some are bare numbers, over those of a file or a mapping."""
     numbers = {path for path, record in job_fields().items() if record.owner is BareNumbers} & values.keys()
     bare = BareNumbers(**{path: values[path] for path in numbers})
     overrides = {path: value for path, value in values.items() if path not in numbers}
-    return JobArguments(bare=bare, overrides=overrides, **source)
-
-
-def _source(job: JobSource | None) -> dict[str, Any]:
-    if job is None:
-        return {}
-    if isinstance(job, Job):
-        return {"fields": job.to_dict()}
-    if isinstance(job, Mapping):
-        return {"fields": job}
-    if isinstance(job, (str, PathLike)):
-        return {"job": path_text(job, "job")}
-    raise SpecError("job", f"{shown(job)} is not a job", "give a Job, the path of a job file, or a mapping of fields")
+    return JobArguments(file=file, source=source or {}, bare=bare, overrides=overrides)
 
 
 def _mapping(name: str, value: Any) -> Mapping[str, Any]:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from shardwise.api import sources
+from shardwise.api.bare import bare_cluster, bare_model, check_bare_numbers
 from shardwise.api.given import JobArguments
+from shardwise.api.quantities import whole_number
 from shardwise.collectives.cost import check_algorithm
-from shardwise.interop.jobs import model_notes
+from shardwise.interop.jobs import model_from, model_notes, other_framework, read_job_fields
 from shardwise.planner.automatic import decided
 from shardwise.spec import presets
 from shardwise.spec.bare import BareNumbers, StandIn
-from shardwise.spec.clusters import cluster_from
+from shardwise.spec.clusters import cluster_from, job_cluster_from, mixed_kinds
 from shardwise.spec.codec import Spec
 from shardwise.spec.emulation import EMULATED, cluster_of, emulation_from
 from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.hardware import Cluster
 from shardwise.spec.installation import precision_notes
 from shardwise.spec.job import Job, names_precision
 from shardwise.spec.model import Model
@@ -26,6 +29,10 @@ from shardwise.spec.stack import default_stack, stack_from
 from shardwise.spec.strategy import AUTO, Strategy, without_auto
 from shardwise.spec.training import Training
 
+if TYPE_CHECKING:
+    from shardwise.interop.frameworks import Configuration
+
+DEFAULT_CLUSTER = "dgx-h100"
 EMULATED_ON = "laptop"
 # Fields of the strategy that no search varies, most of them since they change the numbers that training computes.
 NOT_SEARCHED = ("collective", "recompute_operators", "bucket", "compression", "synchronise")
@@ -33,6 +40,8 @@ PLANNED_SEQ = 8192
 PLANNED_BATCH = "4M-tokens"
 # Fields that many configurations leave to the training script, so that they have to be assumed.
 _ASSUMED = ("training.seq", "training.precision", "training.optimizer", "strategy.microbatch")
+
+_DEGREES = tuple(f"strategy.{name}" for name in ("tp", "cp", "dp", "pp", "ep"))
 
 Noun = TypeVar("Noun", bound=Spec)
 
@@ -140,19 +149,32 @@ def _take_framework_defaults(fields: dict[str, Any], framework: str) -> list[str
     return notes
 
 
+def source_of(arguments: JobArguments) -> Mapping[str, Any] | Configuration:
+    """What lies below the overrides: the fields of a job, or another framework's configuration."""
+    if not arguments.file:
+        return arguments.source
+    framework = other_framework(arguments.file)
+    if framework is None:
+        return read_job_fields(arguments.file)
+    from shardwise.interop.frameworks import configuration_in
+
+    return configuration_in(arguments.file, framework)
+
+
 def _job_fields(arguments: JobArguments, *, runs_here: bool = False) -> tuple[dict[str, Any], str | None, list[str]]:
     """The fields of a job, the framework whose configuration they come from, and notes about that.
 
     Emulated nodes stand in for a cluster that is not given. A job that ``runs_here`` has our engine's stack.
     """
     numbers, overrides = arguments.bare, arguments.overrides
-    sources.check(numbers, overrides)
-    source = arguments.source
+    named = {kind: overrides[kind] for kind in ("model", "cluster") if kind in overrides}
+    check_bare_numbers(numbers, named)
+    source = source_of(arguments)
     if isinstance(source, Mapping):
         fields, framework, notes = dict(source), None, list[str]()
     else:
         framework = source.framework
-        fields, notes = sources.imported(source, numbers, overrides)
+        fields, notes = _imported(source, numbers, named, overrides)
         if runs_here:
             fields.pop("stack", None)
     for path, value in overrides.items():
@@ -161,9 +183,9 @@ def _job_fields(arguments: JobArguments, *, runs_here: bool = False) -> tuple[di
     nodes = emulation_from(_mapping(fields.get("run")).get("emulate"), "run.emulate")
     if nodes is not None and fields.get("cluster") is None and not numbers.given("cluster"):
         fields["cluster"] = cluster_of(nodes, cluster_from(EMULATED_ON))
-    named = fields.get("model")
-    fields["model"] = _looked_up("model", sources.model, numbers, fields, overrides)
-    cluster = _looked_up("cluster", sources.cluster, numbers, fields, overrides)
+    model = fields.get("model")
+    fields["model"] = _looked_up("model", _model, numbers, fields, overrides)
+    cluster = _looked_up("cluster", _cluster, numbers, fields, overrides)
     if nodes is not None and cluster.levels[-1].name == EMULATED:
         cluster = cluster_of(nodes, cluster)  # calibrated on virtual nodes, perhaps with another link
     fields["cluster"] = cluster
@@ -171,7 +193,7 @@ def _job_fields(arguments: JobArguments, *, runs_here: bool = False) -> tuple[di
         # A bare topology implies its textbook algorithm.
         set_field(fields, "strategy.collective", "textbook")
     _take_stack_defaults(fields)
-    return fields, framework, [*notes, *model_notes(named), *_version_notes(fields.get("stack"))]
+    return fields, framework, [*notes, *model_notes(model), *_version_notes(fields.get("stack"))]
 
 
 def _looked_up(
@@ -188,6 +210,72 @@ def _looked_up(
             set_field(fields, path, value)
         return look_up(numbers, fields)
     return changed(look_up(numbers, fields), kind, changes)
+
+
+def _imported(
+    configuration: Configuration, numbers: BareNumbers, named: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """The fields of a job from another framework's configuration, and notes for the user.
+
+    ``named`` are the overrides that are a whole model or cluster.
+    """
+    notes, framework = [], configuration.framework
+    known = dict(named)
+    if not numbers.given("cluster") and "cluster" not in known:
+        if numbers.gpus is None:
+            remedy = f"give ⟨gpus=64⟩ for a {DEFAULT_CLUSTER}, or ⟨cluster=dgx-h100:8⟩ (`shardwise list clusters`)"
+            raise SpecError("cluster", f"is not in a {framework} configuration", remedy)
+        known["cluster"] = DEFAULT_CLUSTER
+        notes.append(f"no cluster is given: {numbers.gpus} devices of a {DEFAULT_CLUSTER} are assumed")
+    machine = _cluster(numbers, known)
+    shape = None
+    if numbers.given("model") or "model" in known:
+        shape = _model(numbers, {**known, "strategy": {"tp": overrides.get("strategy.tp", 1)}})
+    given = {path: whole_number(str(overrides[path]), path) for path in _DEGREES if path in overrides}
+    # The first reading only finds the degrees; together with those of flags they give the data-parallel degree.
+    degrees = {**configuration.read(shape, given=given).fields, **given}
+    others = math.prod(int(degrees.get(f"strategy.{name}") or 1) for name in ("tp", "cp", "pp"))
+    if degrees.get("strategy.dp") is None and machine.devices % others == 0:
+        given["strategy.dp"] = machine.devices // others
+    read = configuration.read(shape, machine, given)
+    fields = {**read.nested(), **known}
+    if read.no_model and "model" not in fields and shape is None:
+        raise read.without_model()
+    if isinstance(fields.get("model"), dict):
+        fields["model"] = {"name": f"from-{framework}", **fields["model"]}
+    return fields, [*notes, *read.notes, *read.not_priced]
+
+
+def _model(numbers: BareNumbers, fields: Mapping[str, Any]) -> Model:
+    """The model that bare numbers describe, or that the fields of a job name or spell out."""
+    if numbers.given("model"):
+        strategy = fields.get("strategy")
+        return bare_model(numbers, strategy.get("tp", 1) if isinstance(strategy, Mapping) else 1)
+    if fields.get("model") is None:
+        raise SpecError("model", "is missing", "name one: ⟨model=llama3-8b⟩ (`shardwise list models`), or ⟨params=...⟩")
+    return model_from(fields["model"])
+
+
+def _cluster(numbers: BareNumbers, fields: Mapping[str, Any]) -> Cluster:
+    """The cluster in the same way, cut to the devices that are asked for."""
+    if numbers.given("cluster"):
+        return bare_cluster(numbers)
+    if fields.get("cluster") is None:
+        remedy = "name one: ⟨cluster=dgx-h100:4⟩ (`shardwise list clusters`), or ⟨topology=...⟩ ⟨gpus=N⟩"
+        raise SpecError("cluster", "is missing", remedy)
+    try:
+        cluster = job_cluster_from(fields["cluster"])
+    except SpecError as error:
+        raise error.under("cluster" if not error.field.startswith("cluster") else "") from None
+    if mixed_kinds(cluster) is not None:
+        for flag, value in (("⟨gpus⟩", numbers.gpus), ("⟨gpus_per_node⟩", numbers.gpus_per_node)):
+            if value is not None:
+                raise SpecError(flag, f"{value}, but the cluster has several kinds of nodes", "give each its size")
+    if numbers.gpus_per_node is not None:
+        cluster = cluster.with_node_devices(whole_number(numbers.gpus_per_node, "⟨gpus_per_node⟩"))
+    if numbers.gpus is not None:
+        cluster = cluster.with_devices(whole_number(numbers.gpus, "⟨gpus⟩"))
+    return cluster
 
 
 def _limit_sequence(fields: dict[str, Any]) -> None:

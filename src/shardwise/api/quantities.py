@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,18 +99,6 @@ def renamed(verb: str) -> dict[str, str]:
     """The words of a verb that changed, as old → new."""
     first, _, _ = verb.partition(" ")
     return {**OLD_WORDS[""], **OLD_WORDS.get(first, {}), **OLD_WORDS.get(verb, {})}
-
-
-def flags_now(verb: str, arguments: list[str]) -> Iterator[tuple[str, str | None]]:
-    """The arguments of a command in the words of today, each with the hint that it needs."""
-    words = {f"--{old}": f"--{new}" for old, new in renamed(verb).items()}
-    for number, argument in enumerate(arguments):
-        if argument == "--":
-            yield from ((rest, None) for rest in arguments[number:])
-            return
-        flag, equals, value = argument.partition("=")
-        new = words.get(flag)
-        yield (argument, None) if new is None else (f"{new}{equals}{value}", f"{flag} is now {new}")
 
 
 def keywords_now(verb: str, keywords: Mapping[str, Any]) -> dict[str, Any]:

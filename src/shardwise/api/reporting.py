@@ -128,7 +128,7 @@ def write_report(
     tell = on_progress or (lambda text: None)
     asked = job_arguments(job, keywords)
     folder = _run_of(asked)
-    made, notes = decided_job(asked if folder is None else replace(asked, job=str(folder.job)))
+    made, notes = decided_job(asked if folder is None else replace(asked, file=str(folder.job)))
     tell("pricing")
     analysis = analyze_job(made)
     run = CampaignArguments(tokens, price, mtbf, checkpoint_seconds, restart_seconds)
@@ -166,15 +166,15 @@ def _end_words(state: RunState) -> str:
 
 def _run_of(asked: JobArguments) -> RunFolder | None:
     """The folder of a run, if one is given in place of a job file."""
-    if asked.job is None:
+    if asked.file is None:
         return None
-    path = Path(asked.job)
+    path = Path(asked.file)
     try:
         is_folder = path.is_dir() or (path.name == NEWEST and not path.exists())
     except (OSError, ValueError):
         return None  # reading it as a job file gives the error
     if is_folder and not asked.overrides:
-        return run_folder(asked.job)
+        return run_folder(asked.file)
     if is_folder:
         raise SpecError("report", "flags do not change a run that was trained", "leave them out, or give its job.yaml")
     return None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from os import PathLike
 from typing import Any, Self, TypedDict
 
+from shardwise.api.given import JobArguments
 from shardwise.launch.targets.registry import LaunchTarget, target_named, text_of
 from shardwise.run.environment import Started
 from shardwise.spec.bare import Size
@@ -65,9 +66,8 @@ class RunOptions:
     def grace_seconds(self) -> float:
         return float(parse(self.grace, "seconds", "⟨grace⟩"))
 
-    @property
-    def overrides(self) -> dict[str, Any]:
-        """The fields of the job that the options set, by path."""
+    def over(self, given: JobArguments) -> JobArguments:
+        """The job with the fields that the options set."""
         overrides: dict[str, Any] = {}
         for item in fields(self):
             value = getattr(self, item.name)
@@ -77,7 +77,7 @@ class RunOptions:
             overrides["run.data.shards"] = [self.data] if isinstance(self.data, str) else list(self.data)
         if self.run_folder is not None:
             overrides["run.folder"] = str(self.run_folder)
-        return overrides
+        return replace(given, overrides={**given.overrides, **overrides})
 
 
 class RunKeywords(TypedDict, total=False):

@@ -88,7 +88,7 @@ def job_arguments(parsed: argparse.Namespace) -> JobArguments:
         if path in ("model", "cluster") and path in values:
             raise exclusive(f"⟨{path}⟩", values[path], f"⟨set={path}⟩")
         values[path] = value
-    return arguments_of(values, job=parsed.job)
+    return arguments_of(values, parsed.job)
 
 
 def _listed(text: str) -> str | list[str]:

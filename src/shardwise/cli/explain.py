@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shardwise.api.bare import DEFAULT_LATENCY, bare_cluster
 from shardwise.api.quantities import amount, exclusive, whole_number
-from shardwise.api.sources import DEFAULT_LATENCY, bare_cluster
 from shardwise.cli.arguments import add_field_argument, add_job_arguments, job_arguments, job_from
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.cli.parser import Parser

@@ -8,9 +8,8 @@ from argparse import SUPPRESS, ArgumentParser, Namespace, _ArgumentGroup
 from collections.abc import Sequence
 
 from shardwise.api.calibration import named_cluster
-from shardwise.api.quantities import flags_now
 from shardwise.cli.arguments import print_notes
-from shardwise.cli.parser import Parser
+from shardwise.cli.parser import Parser, flags_now
 from shardwise.launch.local import FIRST_ATTEMPT, supervise
 from shardwise.launch.node import UNWATCHED, printed_as_it_grows
 from shardwise.launch.outcome import Event

@@ -6,10 +6,9 @@ import argparse
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from shardwise.api.quantities import flags_now
+from shardwise.api.quantities import renamed
 from shardwise.spec.errors import SpecError, nearest_name, shown
 
 FIRST = "used most"
@@ -76,7 +75,7 @@ class Parser(argparse.ArgumentParser):
         """The parsed flags; an unknown one is named with its nearest neighbour."""
         if DESCRIBE in arguments:
             raise Described(self)
-        today = list(self._in_words_of_today(arguments))
+        today = self._in_words_of_today(arguments)
         for argument in today:
             flag, _, value = argument.partition("=")
             if value == "--" and flag.startswith("--"):  # argparse would make an empty list of it
@@ -91,13 +90,14 @@ class Parser(argparse.ArgumentParser):
             raise SpecError("", f"unknown argument {shown(unknown[0])}", remedy or f"see `{self.prog} --help`")
         return known
 
-    def _in_words_of_today(self, arguments: list[str]) -> Iterator[str]:
+    def _in_words_of_today(self, arguments: list[str]) -> list[str]:
         """The arguments without old words; standard error says what replaces them."""
-        for given, (argument, hint) in zip(arguments, flags_now(self.verb, arguments)):
-            known = hint is not None and argument.partition("=")[0] in self._option_string_actions
-            if known:
+        today = list(arguments)
+        for number, (argument, hint) in enumerate(flags_now(self.verb, arguments)):
+            if hint is not None and argument.partition("=")[0] in self._option_string_actions:
                 print(f"note: {hint}", file=sys.stderr)
-            yield argument if known else given
+                today[number] = argument
+        return today
 
     def format_usage(self) -> str:
         named = [action for action in self._actions if action.required or not action.option_strings]
@@ -135,3 +135,15 @@ class Parser(argparse.ArgumentParser):
             formatter.add_text(about)
             formatter.add_arguments(actions)
             formatter.end_section()
+
+
+def flags_now(verb: str, arguments: list[str]) -> list[tuple[str, str | None]]:
+    """The arguments of a command in the words of today, each with the hint that it needs."""
+    words = {f"--{old}": f"--{new}" for old, new in renamed(verb).items()}
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    today: list[tuple[str, str | None]] = []
+    for argument in arguments[:end]:
+        flag, equals, value = argument.partition("=")
+        new = words.get(flag)
+        today.append((argument, None) if new is None else (f"{new}{equals}{value}", f"{flag} is now {new}"))
+    return [*today, *((argument, None) for argument in arguments[end:])]

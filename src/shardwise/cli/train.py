@@ -62,7 +62,7 @@ def run(arguments: list[str]) -> int:
         return _render(options, place, parsed)
 
     def made_ready(hosts: Sequence[str] | None) -> ReadyRun:
-        return ready_run(job_arguments(parsed), options, place, hosts=hosts, note=_note)
+        return ready_run(options.over(job_arguments(parsed)), options, place, hosts=hosts, note=_note)
 
     if place.started_as is not None:
         return _as_rank(place.started_as, made_ready, parsed)
@@ -128,7 +128,7 @@ def _write(target: LaunchTarget, ready: ReadyRun, parsed: argparse.Namespace) ->
 def _render(options: RunOptions, place: RunPlace, parsed: argparse.Namespace) -> int:
     """Writes the file of a target whose nodes share no storage with this machine."""
     assert place.target is not None
-    job, name = job_for_manifest(job_arguments(parsed), options, place, _note)
+    job, name = job_for_manifest(options.over(job_arguments(parsed)), place, _note)
     request = TargetRequest(place.target, job)
     _show_written(written_for(request, run_name=name, grace_seconds=options.grace_seconds), parsed)
     return 0

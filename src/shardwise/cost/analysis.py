@@ -14,7 +14,7 @@ from shardwise.cost.step.simulation import COMMUNICATION, SimulatedStep, simulat
 from shardwise.cost.traffic.traffic import Traffic
 from shardwise.spec.efficiency import Efficiency
 from shardwise.spec.job import Job
-from shardwise.spec.parameters import active_parameter_count, parameter_count
+from shardwise.spec.parameters import active_parameter_count, parameter_count, trained_parameters
 from shardwise.spec.rules import sequence_note
 
 _MOST_PASSES = 10_000  # of schedules that are slow to build: half a second
@@ -94,7 +94,7 @@ class Analysis:
         return self.job.peak_flops
 
     def flops_per_token(self, convention: str = "causal") -> float:
-        return flops_per_token(self.job.model, self.job.training.seq, convention)
+        return flops_per_token(self.job.model, self.job.training.seq, convention, self.job.training.tuning)
 
     def flops_per_step(self, convention: str = "causal") -> float:
         return self.flops_per_token(convention) * self.job.tokens_per_step
@@ -116,8 +116,8 @@ class Analysis:
 
     @property
     def trained_parameters(self) -> int:
-        """Every parameter that is trained and saved, prediction modules included."""
-        return parameter_count(self.job.model, with_prediction_modules=True)
+        """Every parameter that is trained and saved, prediction modules and adapters included."""
+        return trained_parameters(self.job.model, self.job.training.tuning)
 
     @property
     def active_parameters(self) -> int:
@@ -167,7 +167,9 @@ class Analysis:
         generic = device.efficiency.source == Efficiency().source
         assumed = f"no measurement of {device.name}: its step is predicted with generic efficiencies" if generic else ""
         longer = sequence_note(self.job.model, self.job.training)
-        return tuple(note for note in (rounded, assumed, longer, _experts_note(self.job)) if note)
+        return tuple(
+            note for note in (rounded, assumed, longer, _experts_note(self.job), lengths_note(self.job)) if note
+        )
 
 
 def _experts_note(job: Job) -> str:
@@ -175,6 +177,22 @@ def _experts_note(job: Job) -> str:
     if job.model.moe is None or wide == recipe.compute:
         return ""
     return f"{job.stack.name} multiplies routed experts in {wide}, not in {recipe.compute}"
+
+
+def lengths_note(job: Job) -> str:
+    """How much of a step is padding or cut off, and what packing gains."""
+    lengths, seq, microbatch = job.training.lengths, job.training.seq, job.strategy.microbatch
+    if lengths is None:
+        return ""
+    cut = lengths.cut_share(seq)
+    ends = f"; {cut:.1%} of all tokens are beyond {seq:,} and cut off" if cut >= 0.0005 else ""
+    if lengths.labels < 1:
+        ends += f"; {lengths.labels:.0%} of the tokens count for the loss"
+    if lengths.packing == "packed":
+        return f"{1 - lengths.packed_share(seq):.1%} of packed sequences is padding{ends}"
+    used, packed = lengths.used_share(seq, microbatch), lengths.packed_share(seq)
+    saved = f"packing would train the same documents with {used / packed:.0%} of the tokens" if used < packed else ""
+    return f"{1 - used:.0%} of the tokens are padding" + (f", {saved}" if saved else "") + ends
 
 
 def analyze(job: Job) -> Analysis:

@@ -204,10 +204,11 @@ class StorageCost:
 
 
 def checkpoint_bytes(analysis: Analysis) -> float:
-    """One checkpoint of the whole model: weights in the recipe's format, master weights, optimizer states."""
+    """One checkpoint of all that is trained: weights in the recipe's format, master weights, optimizer states."""
     recipe, states = analysis.job.training.recipe, OPTIMIZERS[analysis.job.training.optimizer]
     model = analysis.job.model
-    ends = embedding_parameters(model) + head_parameters(model)
+    tuning = analysis.job.training.tuning
+    ends = embedding_parameters(model) * tuning.trains("embedding") + head_parameters(model) * tuning.trains("head")
     matrices = analysis.trained_parameters - ends
     per_parameter = recipe.weight + recipe.master
     return analysis.trained_parameters * per_parameter + matrices * states.matrices + ends * states.others

@@ -159,7 +159,7 @@ def job_of(
             narrow = stack_from(fields["stack"]).masters == "none"
             fields["training.optimizer"] = optimizer_of(optimizer, narrow=narrow)
         tree = replace(imported, fields=fields).nested()
-        job, notes = job_from(JobArguments(fields={**tree, "model": facts.model, "cluster": cluster}))
+        job, notes = job_from(JobArguments(source={**tree, "model": facts.model, "cluster": cluster}))
     except NotPriced:
         raise
     except SpecError as error:

@@ -175,7 +175,7 @@ class RunWatch:
         if self._lines is not None and self.priced is not None:
             tokens = ended.tokens or self.priced.job.tokens_per_step
             job = self.priced.job
-            least = flops_per_token(job.model, job.training.seq) * tokens / job.peak_flops
+            least = flops_per_token(job.model, job.training.seq, tuning=job.training.tuning) * tokens / job.peak_flops
             loss = {} if ended.loss is None else {"loss": ended.loss}
             speed = {"seconds": seconds, "tokens_per_second": tokens / seconds, "mfu": least / seconds}
             self._lines.write({"step": ended.step, **loss, **speed, **ended.memory, **self._predicted})

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from operator import add
+from typing import Any, NamedTuple
 
+from shardwise.spec.fine_tuning import EVERYTHING
 from shardwise.spec.job import Job
+from shardwise.spec.model import Model
 from shardwise.spec.parameters import (
+    LayerParameters,
     embedding_parameters,
+    final_norm_parameters,
     head_parameters,
-    layer_parameters,
     prediction_module_parameters,
+    tuned_layer,
 )
 from shardwise.spec.rules import stage_layer_counts
 
@@ -23,7 +28,8 @@ class RankContents:
 
     Layers include those of multi-token-prediction modules, which sit beside the head. ``layer_matrices`` are
     weight matrices inside layers (what Muon treats as matrices), ``others`` norms, embeddings and head;
-    ``experts`` are the routed ones, which have their own data-parallel group.
+    ``experts`` are the routed ones, which have their own data-parallel group. Those three are trained, adapters
+    included; the frozen ones have no gradients and states. Layers are the mean of all layers of their kind.
     """
 
     rank: int
@@ -34,6 +40,11 @@ class RankContents:
     layer_matrices: float
     others: float
     experts: float
+    frozen_matrices: float = 0.0
+    frozen_others: float = 0.0
+    frozen_experts: float = 0.0
+    reference: float = 0.0
+    """Of a second, frozen copy of the model, experts included."""
 
     @property
     def layers(self) -> int:
@@ -41,11 +52,12 @@ class RankContents:
 
     @property
     def dense(self) -> float:
-        """Parameters outside the routed experts."""
+        """Trained parameters outside the routed experts."""
         return self.layer_matrices + self.others
 
     @property
     def total(self) -> float:
+        """All that are trained."""
         return self.dense + self.experts
 
 
@@ -87,20 +99,70 @@ def _rank_contents(job: Job, rank: int, stages: tuple[tuple[int, int], ...]) -> 
         "expert_parallel": strategy.ep,
         "expert_tensor_parallel": strategy.expert_tensor_parallel,
     }
+    tuning, ends = job.training.tuning, _Ends(0.0, 0.0)
     kinds = zip(_summed(stages, held), (False, True))
-    layers = [(count, layer_parameters(model, moe=routed, **degrees)) for count, routed in kinds if count]
+    layers = [
+        (count, tuned_layer(model, tuning, layers_of_kind(model, moe=routed), moe=routed, **degrees))
+        for count, routed in kinds
+        if count
+    ]
     if last in held and model.mtp_layers:
-        layers.append((model.mtp_layers, prediction_module_parameters(model, **degrees)))
+        layers.append((model.mtp_layers, prediction_module_parameters(model, tuning, **degrees)))
+    if 0 in held:
+        at_embedding = strategy.tp if job.stack.whole_ends == "none" else 1
+        ends += _Ends.of(embedding_parameters(model, at_embedding), trained=_trains_embedding(job))
+    elif last in held and embedding_on_both_ends(job):
+        ends += _Ends.of(model.vocab * model.hidden / strategy.tp, trained=_trains_embedding(job))
+    if last in held:
+        norm = final_norm_parameters(model)
+        ends += _Ends.of(norm, trained=tuning.trains("norms"))
+        at_head = job.stack.head_tensor_parallel(strategy.tp)
+        ends += _Ends.of(head_parameters(model, at_head) - norm, trained=tuning.trains("head"))
+    trained, frozen = (
+        (_sums([(count, getattr(layer, kept)) for count, layer in layers], at_ends))
+        for kept, at_ends in (("trained", ends.trained), ("frozen", ends.frozen))
+    )
+    copied = _whole(job, rank, stages) if job.training.reference_copy else 0.0
+    return RankContents(rank, dense, moe, 0 in chunks, last in chunks, *trained, *frozen, copied)
+
+
+def _whole(job: Job, rank: int, stages: tuple[tuple[int, int], ...]) -> float:
+    """Parameters of a rank's part of the model without adapters."""
+    plain = job.training.unchecked(task="pretrain", tuning=EVERYTHING)
+    return _rank_contents(job.unchecked(training=plain), rank, stages).total
+
+
+def layers_of_kind(model: Model, *, moe: bool) -> tuple[int, ...]:
+    """The layers of one kind; prediction modules follow the last layer."""
+    beyond = range(model.layers, model.layers + model.mtp_layers) if moe == (model.moe is not None) else ()
+    return (*(layer for layer in range(model.layers) if model.is_moe_layer(layer) == moe), *beyond)
+
+
+def _trains_embedding(job: Job) -> bool:
+    """A head that shares the embedding's weights trains them."""
+    tuning = job.training.tuning
+    return tuning.trains("embedding") or (job.model.tied_embeddings and tuning.trains("head"))
+
+
+class _Ends(NamedTuple):
+    """Parameters of a rank outside layers."""
+
+    trained: float
+    frozen: float
+
+    @classmethod
+    def of(cls, parameters: float, *, trained: bool) -> _Ends:
+        return cls(parameters * trained, parameters * (not trained))
+
+    def __add__(self, other: tuple[float, ...]) -> _Ends:  # type: ignore[override]
+        return _Ends(*map(add, self, other))
+
+
+def _sums(layers: list[tuple[int, LayerParameters]], at_ends: float) -> tuple[float, float, float]:
+    """Matrices, others and experts of some layers and the ends of the model."""
     matrices = sum((count * (layer.dense - layer.norms) for count, layer in layers), 0.0)
     others = sum((count * layer.norms for count, layer in layers), 0.0)
-    experts = sum((count * layer.experts for count, layer in layers), 0.0)
-    if 0 in held:
-        others += embedding_parameters(model, strategy.tp if job.stack.whole_ends == "none" else 1)
-    elif last in held and embedding_on_both_ends(job):
-        others += model.vocab * model.hidden / strategy.tp
-    if last in held:
-        others += head_parameters(model, job.stack.head_tensor_parallel(strategy.tp))
-    return RankContents(rank, dense, moe, 0 in chunks, last in chunks, matrices, others, experts)
+    return matrices, others + at_ends, sum((count * layer.experts for count, layer in layers), 0.0)
 
 
 def stage_contents(job: Job, stage: int) -> RankContents:

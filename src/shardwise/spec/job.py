@@ -151,9 +151,26 @@ class Job(Spec):
         return self.sequences * self.training.seq
 
     @property
+    def document_tokens(self) -> float:
+        """Those of a step that are no padding."""
+        lengths = self.training.lengths
+        if lengths is None:
+            return self.tokens_per_step
+        each = (self.training.seq, self.strategy.microbatch)
+        return self.tokens_per_step * lengths.computed_share(*each) * lengths.used_share(*each)
+
+    @property
     def microbatch_tokens(self) -> float:
         """Tokens of one microbatch on one rank: its sequences, cut by context parallelism."""
         return self.strategy.microbatch * self.training.seq / self.strategy.cp
+
+    @property
+    def computed_tokens(self) -> float:
+        """The same on average, where a microbatch is only as long as its longest document."""
+        lengths = self.training.lengths
+        if lengths is None:
+            return self.microbatch_tokens
+        return self.microbatch_tokens * lengths.computed_share(self.training.seq, self.strategy.microbatch)
 
     @property
     def why_not_recorded(self) -> str | None:

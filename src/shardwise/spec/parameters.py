@@ -7,8 +7,9 @@ expert parallelism, norms not at all, embeddings only on the ends of a pipeline.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from shardwise.spec.fine_tuning import EVERYTHING, Adapters, Tuning
 from shardwise.spec.model import Matrix, Model
 
 
@@ -60,7 +61,7 @@ def embedding_parameters(model: Model, tensor_parallel: int = 1) -> float:
 
 def head_parameters(model: Model, tensor_parallel: int = 1) -> float:
     """What follows the last layer: final norm, output projection (if not tied), BERT's heads."""
-    final = _norm_parameters(model) if model.final_norm else 0
+    final = final_norm_parameters(model)
     pooler = model.hidden * (model.hidden + 1) if model.pooler else 0
     masked = model.hidden * (model.hidden + 1) + _norm_parameters(model) + model.vocab if model.mlm_head else 0
     if model.tied_embeddings:
@@ -70,12 +71,23 @@ def head_parameters(model: Model, tensor_parallel: int = 1) -> float:
     return final + pooler + masked + projection
 
 
-def prediction_module_parameters(model: Model, **degrees: int) -> LayerParameters:
+def final_norm_parameters(model: Model) -> int:
+    """The norm before the head."""
+    return _norm_parameters(model) if model.final_norm else 0
+
+
+def prediction_module_parameters(model: Model, tuning: Tuning = EVERYTHING, **degrees: int) -> TunedLayer:
     """One multi-token-prediction module (DeepSeek-V3, arXiv 2412.19437 section 2.2): two norms, a projection
     of the concatenated states and one layer; embedding and head are shared with the main model."""
-    layer = layer_parameters(model, moe=model.moe is not None, **degrees)
+    beyond = range(model.layers, model.layers + model.mtp_layers)
+    layer = tuned_layer(model, tuning, beyond, moe=model.moe is not None, **degrees)
     extra = 2 * model.hidden * model.hidden + 3 * _norm_parameters(model)
-    return LayerParameters(layer.attention, layer.mlp, layer.norms + extra, layer.router, layer.experts)
+    share = tuning.trained_share("norms", beyond)
+    trained, frozen = (
+        replace(kept, norms=kept.norms + part * extra)
+        for kept, part in ((layer.trained, share), (layer.frozen, 1 - share))
+    )
+    return TunedLayer(trained, frozen)
 
 
 def parameter_count(model: Model, *, with_prediction_modules: bool = False) -> int:
@@ -84,7 +96,7 @@ def parameter_count(model: Model, *, with_prediction_modules: bool = False) -> i
     total += model.moe_layers * layer_parameters(model, moe=True).total
     total += (model.layers - model.moe_layers) * layer_parameters(model, moe=False).total
     if with_prediction_modules:
-        total += model.mtp_layers * prediction_module_parameters(model).total
+        total += model.mtp_layers * prediction_module_parameters(model).trained.total
     return round(total)
 
 
@@ -94,6 +106,72 @@ def active_parameter_count(model: Model) -> int:
         return parameter_count(model)
     idle = layer_parameters(model, moe=True).experts * (1 - model.moe.top_k / model.moe.experts)
     return parameter_count(model) - round(model.moe_layers * idle)
+
+
+def trained_parameters(model: Model, tuning: Tuning) -> int:
+    """Parameters that change: adapters, and the parts that are not frozen."""
+    if tuning.everything:
+        return parameter_count(model, with_prediction_modules=True)
+    total = embedding_parameters(model) * tuning.trains("embedding")
+    final = final_norm_parameters(model)
+    total += (head_parameters(model) - final) * tuning.trains("head") + final * tuning.trains("norms")
+    for layer in range(model.layers):
+        total += tuned_layer(model, tuning, (layer,), moe=model.is_moe_layer(layer)).trained.total
+    return round(total + model.mtp_layers * prediction_module_parameters(model, tuning).trained.total)
+
+
+@dataclass(frozen=True)
+class TunedLayer:
+    """The parameters of the mean of some layers on a rank: what is trained (adapters included), and what is frozen."""
+
+    trained: LayerParameters
+    frozen: LayerParameters
+
+
+def tuned_layer(model: Model, tuning: Tuning, layers: Iterable[int], *, moe: bool, **degrees: int) -> TunedLayer:
+    """``layer_parameters`` of the mean of ``layers``, divided into what is trained and what is frozen."""
+    layers, own = tuple(layers), layer_parameters(model, moe=moe, **degrees)
+    attention, norms, router = (tuning.trained_share(part, layers) for part in ("attention", "norms", "router"))
+    mlp, experts = tuning.trained_share("mlp", layers), tuning.trained_share("experts", layers)
+    added = adapter_parameters(model, tuning.adapters, moe=moe, **degrees) if tuning.adapters else None
+    adapted = tuning.adapted_share(layers) if added else 0.0
+    trained = LayerParameters(
+        own.attention * attention + (added.attention * adapted if added else 0.0),
+        own.mlp * mlp + (added.mlp * adapted if added else 0.0),
+        own.norms * norms,
+        own.router * router,
+        own.experts * experts + (added.experts * adapted if added else 0.0),
+    )
+    frozen = LayerParameters(
+        own.attention * (1 - attention),
+        own.mlp * (1 - mlp),
+        own.norms * (1 - norms),
+        own.router * (1 - router),
+        own.experts * (1 - experts),
+    )
+    return TunedLayer(trained, frozen)
+
+
+def adapter_parameters(
+    model: Model,
+    adapters: Adapters,
+    *,
+    moe: bool,
+    tensor_parallel: int = 1,
+    expert_parallel: int = 1,
+    expert_tensor_parallel: int = 1,
+) -> LayerParameters:
+    """Parameters of the adapters of one layer on a rank."""
+
+    def beside(matrices: Iterable[Matrix], ranks: int) -> float:
+        return sum(adapters.parameters(matrix, ranks) for matrix in matrices)
+
+    attention = beside(model.attention_matrices, tensor_parallel)
+    if not moe or model.moe is None:
+        return LayerParameters(attention, beside(model.mlp_matrices(model.ffn), tensor_parallel), 0, 0, 0)
+    shared = beside(model.mlp_matrices(model.moe.shared_ffn), tensor_parallel) if model.moe.shared_ffn else 0.0
+    routed = beside(model.mlp_matrices(model.moe.ffn), expert_tensor_parallel) if adapters.experts else 0.0
+    return LayerParameters(attention, shared, 0, 0, routed * model.moe.experts / expert_parallel)
 
 
 def _held(matrices: Iterable[Matrix], tensor_parallel: int) -> float:

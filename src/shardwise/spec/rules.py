@@ -8,6 +8,7 @@ from dataclasses import replace
 from shardwise.spec.clusters import mixed_kinds
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.errors import SpecError
+from shardwise.spec.fine_tuning import TARGETS
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.kinds import across_kinds
 from shardwise.spec.model import Model
@@ -34,6 +35,7 @@ def completed_strategy(cluster: Cluster, strategy: Strategy) -> Strategy:
 
 def check_model_fits(model: Model, strategy: Strategy, training: Training) -> None:
     """Raises SpecError for the first rule that the strategy breaks whatever the cluster is."""
+    _check_tuning(model, training)
     for stage in _of_stages(strategy):
         _check_heads(model, stage, training)
     _check_stages(model, strategy)
@@ -46,6 +48,30 @@ def _of_stages(strategy: Strategy) -> list[Strategy]:
     if not strategy.has_unlike_stages:
         return [strategy]
     return list(dict.fromkeys(map(strategy.of_stage, range(strategy.pp))))
+
+
+def _check_tuning(model: Model, training: Training) -> None:
+    """Raises SpecError for adapters or trained parts that the model has no place for."""
+    adapters = training.adapters
+    if adapters is not None:
+        built = {matrix.role for matrix in (*model.attention_matrices, *model.mlp_matrices(model.ffn))}
+        for index, name in enumerate(adapters.targets):
+            if built.isdisjoint(TARGETS[name]):
+                names = ", ".join(target for target, roles in TARGETS.items() if not built.isdisjoint(roles))
+                path = f"training.adapters.targets[{index}]"
+                raise SpecError(path, f"{model.name} has no {name}", f"choose of {names}")
+        beyond = next((layer for layer in adapters.layers if layer >= model.layers), None)
+        if beyond is not None:
+            remedy = f"use 0 to {model.layers - 1}"
+            raise SpecError("training.adapters.layers", f"{beyond} is beyond the {model.layers} layers", remedy)
+        if adapters.experts and model.moe is None:
+            raise SpecError("training.adapters.experts", f"true, but {model.name} has no experts", "leave it out")
+    for index, pattern in enumerate(training.tuning.patterns):
+        path, text = f"training.trained[{index}]", training.trained[index]
+        if pattern.part in ("experts", "router") and model.moe is None:
+            raise SpecError(path, f"{text}, but {model.name} has no experts", "leave it out")
+        if pattern.layers_only and pattern.first >= model.layers:
+            raise SpecError(path, f"{text} is beyond the {model.layers} layers", f"use 0 to {model.layers - 1}")
 
 
 def check_job(model: Model, cluster: Cluster, strategy: Strategy, training: Training) -> None:

@@ -12,7 +12,7 @@ from shardwise.spec import schedules
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 from shardwise.spec.schedules import ScheduleRecord
-from shardwise.spec.techniques import OF_MODEL, techniques
+from shardwise.spec.techniques import OF_MODEL, TECHNIQUES, techniques
 from shardwise.spec.training import OPTIMIZERS
 
 # The matrix has every technique and every pair that does not simply run. What is not in it runs:
@@ -216,6 +216,17 @@ MATRIX: tuple[Finding, ...] = (
            "offload.optimizer at least as large as offload.gradients", "strategy.offload.optimizer", 1.0),
     *_each("dropout", "priced only", "our attention kernels do not draw the same random numbers in every layout",
            "dropout: false", "training.dropout"),
+    *_each("adapters", "priced only", "this engine does not train adapters yet", "no adapters", "training.adapters"),
+    *_each("dora", "priced only", "this engine does not train adapters yet", "no adapters", "training.adapters"),
+    *_each("adapters-on-experts", "priced only", "this engine does not train adapters yet", "no adapters",
+           "training.adapters"),
+    *_each("adapter-dropout", "priced only", "this engine does not train adapters yet", "no adapters",
+           "training.adapters"),
+    *_each("frozen-parts", "priced only", "this engine does not freeze parts yet", "no trained", "training.trained"),
+    *_each("|".join(name for name in TECHNIQUES if name.startswith("base-")), "priced only",
+           "this engine does not keep frozen weights in another format yet", "base_precision: computed",
+           "training.base_precision"),
+    *_each("dpo", "priced only", "this engine does not compare pairs of answers yet", "task: sft", "training.task"),
     *_each("in-network-collective", "priced only", "reduction inside switches has no schedule that this engine can run",
            "collective: auto, which lets the library use it", "strategy.collective"),
     # Selective recompute (Korthikanti et al. 2022, arXiv 2205.05198) runs again what a rank can compute by itself.

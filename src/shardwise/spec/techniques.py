@@ -7,6 +7,7 @@ from functools import lru_cache, reduce
 from operator import mul, or_
 from typing import Any
 
+from shardwise.spec.fine_tuning import BASE_FORMATS
 from shardwise.spec.model import Model
 from shardwise.spec.schedules import ScheduleRecord, other_schedules, own_schedules, registered_schedules
 from shardwise.spec.strategy import DIMENSIONS, Strategy
@@ -193,6 +194,14 @@ TECHNIQUES: dict[str, Uses] = {
     "dropout": lambda s, t, m: t.dropout,
     "unfused-attention": _training("attention", "unfused"),
     "compile": lambda s, t, m: t.compile,
+    # fine-tuning
+    "adapters": lambda s, t, m: t.adapters is not None,
+    "dora": lambda s, t, m: t.adapters is not None and t.adapters.method == "dora",
+    "adapters-on-experts": lambda s, t, m: t.adapters is not None and t.adapters.experts,
+    "adapter-dropout": lambda s, t, m: t.adapters is not None and t.adapters.dropout > 0,
+    "frozen-parts": lambda s, t, m: len(t.trained) > 0,
+    **{f"base-{name}": _training("base_precision", name) for name in BASE_FORMATS if name != "computed"},
+    "dpo": _training("task", "dpo"),
     # model
     **{name: _of_model(uses) for name, uses in OF_MODEL.items()},
     "sliding-window": lambda s, t, m: m.sliding_window is not None and t.seq > m.sliding_window,
@@ -210,6 +219,8 @@ TECHNIQUES: dict[str, Uses] = {
 GIVEN: frozenset[str] = frozenset(
     (
         *(*OF_MODEL, *RECIPES, *OPTIMIZERS, "dropout", "unfused-attention", "compile", "sliding-window"),
+        *("adapters", "dora", "adapters-on-experts", "adapter-dropout", "frozen-parts", "dpo"),
+        *(f"base-{name}" for name in BASE_FORMATS if name != "computed"),
         *("buckets", "compression", "compressed-momentum", "error-feedback", "local-steps", "async"),
         *("uneven-shares", "unlike-stages", "unlike-tied-ends"),
         *("named-collective", "in-network-collective"),

@@ -5,11 +5,22 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from shardwise.spec import units
 from shardwise.spec.codec import Spec, count, setting
 from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.fine_tuning import (
+    BASE_FORMATS,
+    PARTS,
+    Adapters,
+    BasePrecision,
+    Preference,
+    TrainedPattern,
+    Tuning,
+)
+from shardwise.spec.lengths import Lengths
 from shardwise.spec.model import LONGEST
 
 
@@ -79,6 +90,7 @@ class Recipe:
     fp32_shards: bool = False  # ZeRO divides fp32 weights and gradients, and whole weights are gathered from them
 
     whole_gradient: float = 0.0  # of a gradient that ZeRO keeps whole over microbatches, where that is wider
+    base: float | None = None  # of a weight in a frozen linear layer; None: as a trained one without a master
 
     @property
     def plain_weight(self) -> float:
@@ -97,6 +109,11 @@ class Recipe:
         With a scale for each row the passes multiply different numbers, and bf16 ones are gathered.
         """
         return 1.0 if self.fp32_shards and self.scaling in ("tensor", "block") else self.gathered
+
+    @property
+    def frozen_gathered(self) -> float:
+        """Bytes of a weight of a frozen linear layer that is gathered: quantised ones as codes and scales."""
+        return self.gathered if self.base is None else min(self.base, self.gathered)
 
     @property
     def of_experts(self) -> Recipe:
@@ -195,6 +212,19 @@ class Training(Spec):
     """Launch a step as one CUDA graph; `auto`: where that is possible. Prices only our own engine."""
     optimization: Optimization = Optimization()
     """Constants of the optimizer."""
+    task: Literal["pretrain", "sft", "dpo"] = setting("pretrain", flag="--task")
+    """What is learned: the next token (`pretrain`), answers in conversations (`sft`), or preferences (`dpo`)."""
+    adapters: Adapters | None = None
+    """Train narrow matrices beside frozen linear layers (LoRA, DoRA)."""
+    trained: tuple[str, ...] = setting((), words=PARTS)
+    """Parts that are trained while all others are frozen: `head`, `norms`, `layers.28-31`, `layers.0-3.attention`. By
+    default everything, or with adapters nothing else."""
+    base_precision: BasePrecision = setting("computed", flag="--base-precision")
+    """How frozen linear layers are kept; `computed`: like trained weights."""
+    preference: Preference | None = None
+    """Settings of `dpo`."""
+    lengths: Lengths | None = None
+    """Lengths of the documents in a sequence; by default each fills one."""
     tokens: int | None = count(None, maximum=10**18)
     """Tokens of the whole training."""
     checkpoint_interval: float | None = setting(None, dimension="seconds", above=0)
@@ -202,10 +232,44 @@ class Training(Spec):
 
     def check(self) -> None:
         self.batch_request()
+        if self.tuning.everything and self.base_precision != "computed":
+            problem = f"{self.base_precision} keeps frozen weights, and every weight is trained"
+            raise SpecError("base_precision", problem, "add adapters, or leave it out")
+        if self.preference is not None and self.task != "dpo":
+            raise SpecError("preference", f"belongs to dpo, and the task is {self.task}", "use task: dpo")
+        only_adapters = self.adapters is not None and not self.trained
+        if self.preference is not None and self.preference.reference == "adapters-off" and not only_adapters:
+            problem = "adapters-off is the reference only where nothing but adapters is trained"
+            raise SpecError("preference.reference", problem, "use copy")
+
+    @cached_property
+    def tuning(self) -> Tuning:
+        """What of the model is trained."""
+        patterns = (TrainedPattern.of(text, f"trained[{index}]") for index, text in enumerate(self.trained))
+        return Tuning(self.adapters, tuple(patterns), BASE_FORMATS[self.base_precision])
 
     @property
+    def freezes(self) -> bool:
+        """Whether some weights are not trained."""
+        return not self.tuning.everything
+
+    @property
+    def forward_passes(self) -> int:
+        """Forward passes of a microbatch: two where a frozen reference judges the answers too."""
+        return 2 if self.task == "dpo" else 1
+
+    @property
+    def reference_copy(self) -> bool:
+        """Whether `dpo` keeps its reference as a second copy of the model."""
+        if self.task != "dpo":
+            return False
+        where = (self.preference or Preference()).reference
+        return where == "copy" or (where == "auto" and (self.adapters is None or bool(self.trained)))
+
+    @cached_property
     def recipe(self) -> Recipe:
-        return RECIPES[self.precision]
+        recipe, base = RECIPES[self.precision], BASE_FORMATS[self.base_precision].bytes
+        return recipe if base is None else replace(recipe, base=base)
 
     def batch_request(self) -> tuple[int, bool] | None:
         """The batch as asked for, and whether it counts tokens; None if it was left out."""

@@ -215,7 +215,7 @@ def _of_job(text: str, name: str, beside: Mapping[str, Any]) -> _Made:
     check_references(fields)
     place = {} if fields.get("cluster") is not None else _named(beside, *_PLACE)
     model = {} if fields.get("model") is not None else _named(beside, "model")
-    job, notes = decided_job(replace(arguments_from({**place, **model}), fields=fields))
+    job, notes = decided_job(replace(arguments_from({**place, **model}), source=fields))
     if job.run != Run(memory_risk=job.run.memory_risk):
         notes.append("run is not used: this page runs nothing")
     return _Made({**keywords_of(job), **_placed(job, place), **model}, notes, list(_named({**place, **model}, *_OPEN)))
@@ -228,7 +228,7 @@ def _of_framework(configuration: Configuration, beside: Mapping[str, Any]) -> _M
     model = {} if "model" in alone.nested() else _named(beside, "model")
     if alone.devices is not None and place:
         place["gpus"] = alone.devices
-    job, notes = job_from(replace(arguments_from({**place, **model}), configuration=configuration))
+    job, notes = job_from(replace(arguments_from({**place, **model}), source=configuration))
     if model and alone.no_model:
         notes.insert(0, f"model: {alone.no_model}; that of the page is taken")
     return _Made({**keywords_of(job), **_placed(job, place), **model}, notes, list(_named({**place, **model}, *_OPEN)))

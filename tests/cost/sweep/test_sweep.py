@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies
+from hypothesis import assume, given, settings, strategies
 
 from cost.jobs import valid_jobs
 from effort import examples
@@ -15,9 +16,11 @@ from shardwise.cost.step.prediction import predict
 from shardwise.cost.sweep.columns import Group, LayerChoice, RecomputeChoice, ScheduleChoice, ShardChoice
 from shardwise.cost.sweep.price import TablePricer
 from shardwise.layout.stages import rank_kinds
+from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.stack import stack_from
 from shardwise.spec.strategy import Offload
+from shardwise.spec.training import Training
 
 
 def group_of(job: Job) -> Group:
@@ -66,6 +69,35 @@ def test_a_table_of_one_equals_the_job(job: Job) -> None:
     assert seconds == pytest.approx(predict(job).step_seconds, rel=1e-9)
     assert memory == pytest.approx(peak_memory(job).total, rel=1e-14)  # one sum: only the order of its terms differs
     assert host == pytest.approx(max(one.host for one in device_memories(job)), rel=1e-14)
+
+
+TUNINGS: tuple[dict[str, Any], ...] = (
+    {"adapters": {}},
+    {"adapters": {"targets": ["attention"], "layers": [0]}, "base_precision": "nf4"},
+    {"adapters": {"method": "dora", "dropout": 0.1}, "trained": ["norms"], "base_precision": "int8"},
+    {"trained": ["head"]},
+    {"trained": ["layers.0", "embedding"]},
+    {"task": "dpo"},
+    {"lengths": {"mean": 100, "longest": 900}},
+    {"lengths": {"mean": 100, "longest": 900, "packing": "padded"}, "adapters": {}},
+    {"task": "dpo", "adapters": {}, "base_precision": "bf16"},
+)
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(valid_jobs(), strategies.sampled_from(TUNINGS), strategies.booleans())
+def test_what_is_tuned_too(job: Job, tuning: dict[str, Any], of_experts: bool) -> None:
+    fields = job.training.to_dict() | tuning
+    if of_experts and job.model.moe and "adapters" in fields:
+        fields["adapters"] = {**fields["adapters"], "experts": True}
+    try:
+        job = replace(job, training=Training.from_dict(fields))
+    except SpecError:
+        assume(False)
+    seconds, memory, host = table_of(job)
+    assert seconds == pytest.approx(predict(job).step_seconds, rel=1e-9)
+    assert memory == pytest.approx(peak_memory(job).total, rel=1e-13)
+    assert host == pytest.approx(max(device.host for device in device_memories(job)), rel=1e-13)
 
 
 @settings(max_examples=examples(100), deadline=None)

@@ -179,9 +179,8 @@ def test_a_long_run_says_after_its_first_steps_how_long_it_takes(
 def test_a_long_run_says_before_it_starts_how_long_it_is_predicted_to_take(steps: int, tmp_path: Path) -> None:
     job = {"model": "tiny", "cluster": "laptop:2", "seq": 128, "global_batch": 8, "dp": 2}
     said: list[str] = []
-    ready = ready_run(
-        job_arguments(None, job), RunOptions(steps=steps, run_folder=tmp_path / "run"), RunPlace(), note=said.append
-    )
+    options = RunOptions(steps=steps, run_folder=tmp_path / "run")
+    ready = ready_run(options.over(job_arguments(None, job)), options, RunPlace(), note=said.append)
     each = ready.checked.price.step_seconds
     found = [one for one in said if "predicted to take" in one]
     assert bool(found) == (steps * each >= 60)

@@ -7,10 +7,16 @@ input gradient, one for the weight gradient (Kaplan et al. 2020, arXiv 2001.0836
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from shardwise.spec.fine_tuning import EVERYTHING, NOTHING, Tuning
 from shardwise.spec.model import Matrix, Model
-from shardwise.spec.parameters import active_parameter_count, embedding_parameters
+from shardwise.spec.parameters import (
+    active_parameter_count,
+    embedding_parameters,
+    trained_parameters,
+    tuned_layer,
+)
 
 
 @dataclass(frozen=True)
@@ -145,8 +151,14 @@ def flops_symbols(model: Model, seq: int) -> tuple[tuple[str, str, float], ...]:
     )
 
 
-def flops_per_token(model: Model, seq: int, convention: str = "causal") -> float:
-    """Training FLOPs (forward and backward, nothing recomputed) per token, counted by ``convention``."""
+def flops_per_token(model: Model, seq: int, convention: str = "causal", tuning: Tuning = EVERYTHING) -> float:
+    """Training FLOPs (forward and backward, nothing recomputed) per token, counted by ``convention``.
+
+    Frozen weights have no gradients, and below the first trained layer none flow: LoRA takes 4 FLOPs of a weight and
+    token where training takes 6 (NVIDIA counts so: NeMo AutoModel's and Megatron-Bridge's performance pages).
+    """
+    if not tuning.everything:
+        return flops_per_token(model, seq, convention) * _tuned_share(model, seq, tuning)
     # 12·L·H·Q·T; where queries and values differ in size (MLA), Q is their mean.
     attention = 6 * model.layers * model.heads * (model.query_key_dim + model.value_dim) * seq
     if convention == "causal":
@@ -160,6 +172,30 @@ def flops_per_token(model: Model, seq: int, convention: str = "causal") -> float
     if convention == "torchtitan":
         return 6 * (active_parameter_count(model) - embedding_parameters(model)) + attention
     raise AssertionError(f"unknown convention {convention}")
+
+
+def _tuned_share(model: Model, seq: int, tuning: Tuning) -> float:
+    """FLOPs of fine-tuning, as a share of those of training everything."""
+    first = tuning.first_trained(model)
+    layers = model.layers + model.mtp_layers
+    forward, weights = forward_flops(model, seq), 0.0
+    inputs = (
+        0.0 if first is None else (1 - max(0, first) / layers) * _layers_forward_flops(model, seq, halve_causal=True)
+    )
+    head = forward - _layers_forward_flops(model, seq, halve_causal=True)
+    if first is not None or tuning.trains("norms"):
+        inputs += head
+    if tuning.trains("head"):
+        weights += head
+    for layer in range(layers):
+        moe = model.moe is not None if layer >= model.layers else model.is_moe_layer(layer)
+        trained = tuned_layer(model, tuning, (layer,), moe=moe).trained
+        active = model.moe.top_k / model.moe.experts if moe and model.moe else 1.0
+        weights += 2 * (trained.dense - trained.norms + trained.experts * active)
+    bare = replace(tuning, adapters=None) if tuning.patterns else NOTHING
+    adapters = trained_parameters(model, tuning) - trained_parameters(model, bare)
+    own = 4 * adapters if tuning.adapters else 0  # their forward pass and the gradient of their inputs
+    return (forward + inputs + weights + own) / (3 * forward)
 
 
 def _dense_mlp_inputs_flops(model: Model) -> float:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Literal
 
 from shardwise.collectives.arrays import maximum, minimum
 from shardwise.cost.compute.flops import attended_tokens, attended_tokens_of_rank
 from shardwise.layout.pieces import loss_in_one_piece, loss_tokens_at_once
-from shardwise.layout.stages import RankContents
+from shardwise.layout.stages import RankContents, layers_of_kind
+from shardwise.spec.fine_tuning import EVERYTHING, Adapters, Part, Tuning
 from shardwise.spec.job import Job
 from shardwise.spec.model import UP_PROJECTIONS, Matrix, Model, Split
 
@@ -33,6 +34,8 @@ class OperatorRole(Enum):
     PERMUTE = "permute"
     EXPERTS = "experts"
     EXPERT_BIAS = "biases of experts"
+    ADAPTER = "adapters"
+    DEQUANTISED = "weights made from codes"
     PREDICTION = "prediction projection"
     HEAD = "head"
     LOSS = "loss"
@@ -53,6 +56,7 @@ class LayerShape:
     context_rank: int = 0  # the one of them whose computation this is
     local_experts: float = 1.0
     dropout: bool = False
+    attended_share: float = 1.0  # of the keys of a whole sequence, where documents attend to themselves
 
 
 @dataclass(frozen=True)
@@ -86,18 +90,22 @@ class Operator:
     in_mixture: bool = False  # it is a part of a mixture of experts, which selective recompute may run again as a whole
     alternate: float = 0.0  # share that is run again when every second matmul is recomputed
     ends_layer: bool = False  # only the residual addition reads its result
+    flows: float = 1.0  # share of its layers in which a gradient of its inputs is needed
+    trained: float = 1.0  # share of its layers whose weights are trained, and so have a gradient
 
     @property
     def flops(self) -> float:
         return 2 * self.rows * self.columns * self.inner
 
 
-def layer_operators(model: Model, shape: LayerShape, *, moe: bool) -> tuple[Operator, ...]:
-    """Every operator of one dense or mixture-of-experts layer."""
+def layer_operators(model: Model, shape: LayerShape, *, moe: bool, tuning: Tuning = EVERYTHING) -> tuple[Operator, ...]:
+    """Every operator of one dense or mixture-of-experts layer, the mean of all of its kind."""
     last = ends_with_product(model, moe=moe)
     mlp = _experts(model, shape, last) if moe and model.moe else _mlp(model, shape, model.ffn, last)
     starts = Operator(OperatorRole.STARTS, "traffic", kernels=0, expert=moe, rotary=model.positions == "rope")
-    return (*_projections(model, shape), _attention(model, shape), *_elementwise(model, shape), *mlp, starts)
+    attention = (*_projections(model, shape), _attention(model, shape))
+    operators = (*attention, *_elementwise(model, shape), *mlp, starts)
+    return operators if tuning.everything else tuple(tuned_operators(operators, model, shape, tuning, moe=moe))
 
 
 def ends_with_product(model: Model, *, moe: bool) -> bool:
@@ -109,6 +117,100 @@ def ends_with_product(model: Model, *, moe: bool) -> bool:
     if model.norms_per_layer > 2 or model.norm_after:
         return False
     return not moe or model.moe is None or (model.moe.shared_ffn > 0 and not model.moe.shared_gate)
+
+
+# -- What fine-tuning leaves out of these operators and adds to them
+
+
+def gradient_share(model: Model, tuning: Tuning) -> float:
+    """Share of the layers through which a gradient flows: none does below the first that has something to train."""
+    first = tuning.first_trained(model)
+    layers = model.layers + model.mtp_layers
+    return 0.0 if first is None else 1 - max(0, first) / layers
+
+
+def trains_head(model: Model, tuning: Tuning) -> bool:
+    return tuning.trains("head") or (model.tied_embeddings and tuning.trains("embedding"))
+
+
+_TRAINED_PARTS: dict[OperatorRole, Part] = {
+    OperatorRole.PROJECTION: "attention",
+    OperatorRole.MLP: "mlp",
+    OperatorRole.EXPERTS: "experts",
+    OperatorRole.ROUTER: "router",
+    OperatorRole.PREDICTION: "norms",
+}
+
+
+def tuned_operators(
+    operators: Iterable[Operator], model: Model, shape: LayerShape, tuning: Tuning, *, moe: bool
+) -> Iterator[Operator]:
+    """The operators with the gradients that are needed, weights made from codes before each use, and adapters."""
+    layers, flows = layers_of_kind(model, moe=moe), gradient_share(model, tuning)
+    base = tuning.base.bytes if tuning.base.quantised else None
+    for operator in operators:
+        part = _TRAINED_PARTS.get(operator.role) if operator.kind == "product" else None
+        trained = tuning.trained_share(part, layers) if part else flows
+        yield replace(operator, flows=flows, trained=trained)
+        if part and base is not None and not operator.wide:
+            # Codes and scales are read and 16-bit weights written, for the product and again for its input's gradient.
+            moved = (1 - trained) * (base + 2) * operator.matrices * operator.inner * operator.columns
+            yield Operator(OperatorRole.DEQUANTISED, "traffic", forward_bytes=moved, backward_bytes=moved, flows=flows,
+                           trained=flows, in_mixture=operator.in_mixture)  # fmt: skip
+    if tuning.adapters is not None:
+        yield from _adapters(model, shape, tuning.adapters, tuning.adapted_share(layers), flows, moe=moe)
+
+
+def _adapters(
+    model: Model, shape: LayerShape, adapters: Adapters, adapted: float, flows: float, *, moe: bool
+) -> Iterator[Operator]:
+    """The two products beside each matrix, and what adds their result to its own; in an ``adapted`` share of layers."""
+    for matrix in model.attention_matrices:
+        rows = shape.region_tokens if matrix.split == "none" else shape.tokens
+        yield from _adapter(matrix, adapters, rows * adapted, shape.tp, flows)
+    if not moe or model.moe is None:
+        for matrix in model.mlp_matrices(model.ffn):
+            yield from _adapter(matrix, adapters, shape.tokens * adapted, shape.tp, flows)
+        return
+    for matrix in model.mlp_matrices(model.moe.shared_ffn) if model.moe.shared_ffn else ():
+        yield from _adapter(matrix, adapters, shape.tokens * adapted, shape.tp, flows, in_mixture=True)
+    if adapters.experts:
+        routed = shape.tokens / shape.tp * model.moe.top_k * shape.expert_tp * adapted
+        for matrix in model.mlp_matrices(model.moe.ffn):
+            yield from _adapter(matrix, adapters, routed, shape.expert_tp, flows, shape.local_experts, in_mixture=True)
+
+
+def _adapter(
+    matrix: Matrix,
+    adapters: Adapters,
+    rows: float,
+    ranks: int,
+    flows: float,
+    matrices: float = 1.0,
+    *,
+    in_mixture: bool = False,
+) -> Iterator[Operator]:
+    if not adapters.adapts(matrix) or not rows:
+        return
+    share, rank = matrix.share(ranks), float(adapters.rank)
+    inner = matrix.inputs * (share if matrix.split == "row" else 1)
+    columns = matrix.outputs * (share if matrix.split == "column" else 1)
+    each: dict[str, Any] = {"expert": matrices > 1, "matrices": matrices, "flows": flows, "in_mixture": in_mixture}
+    yield Operator(OperatorRole.ADAPTER, "product", rows, rank, inner, **each)
+    yield Operator(OperatorRole.ADAPTER, "product", rows, columns, rank, **each)
+    # In 16 bit. Forward: scaled (4 bytes an output), and added to the layer's own output (6). Backward: scaled (4), and
+    # the gradient of the input added to the layer's own (6). Dropout reads and writes the input, and keeps a mask (5).
+    forward, backward = 10 * rows * columns, rows * (4 * columns + 6 * inner)
+    if adapters.dropout:
+        forward, backward = forward + 5 * rows * inner, backward + 5 * rows * inner
+    if adapters.method == "dora":
+        # PEFT's DoraLinearLayer: B·A is multiplied out, scaled, added to the weight, and its rows are measured (14
+        # bytes a weight); outputs are multiplied by the ratio of lengths (10 and 8).
+        yield Operator(OperatorRole.ADAPTER, "product", columns * matrices, inner, rank, flows=0.0, trained=0.0)
+        forward += 14 * columns * inner * matrices + 10 * rows * columns
+        backward += 8 * rows * columns
+    yield Operator(OperatorRole.ADAPTER, "traffic", forward_bytes=forward, backward_bytes=backward, kernels=2,
+                   flows=flows, trained=flows, in_mixture=in_mixture)  # fmt: skip
 
 
 def _product(matrix: Matrix, rows: float, tensor: int, **options: object) -> Operator:
@@ -143,6 +245,7 @@ def _attention(model: Model, shape: LayerShape) -> Operator:
     heads = model.heads / shape.tp
     features = (model.query_key_dim + model.value_dim) * heads
     attended = attended_tokens_of_rank(model, shape.seq, shape.zigzag_ranks, shape.context_rank) / shape.seq
+    attended *= shape.attended_share
     return Operator(OperatorRole.ATTENTION, "attention", shape.tokens, shape.seq, features, heads, attended,
                     windowed=_windowed_share(model, shape.seq), capped=model.numerics.attention_softcap is not None,
                     dropped=shape.dropout, recomputed_by="attention")  # fmt: skip
@@ -231,9 +334,18 @@ def _experts(model: Model, shape: LayerShape, last: bool) -> list[Operator]:
     return operators + (_mlp(model, shape, moe.shared_ffn, last, in_mixture=True) if moe.shared_ffn else [])
 
 
-def ends_operators(model: Model, shape: LayerShape) -> tuple[Operator, ...]:
+def ends_operators(model: Model, shape: LayerShape, tuning: Tuning = EVERYTHING) -> tuple[Operator, ...]:
     """What follows the layers of the last stage: the head, and prediction modules apart from their layers."""
-    return head_operators(model, shape) + model.mtp_layers * prediction_operators(model, shape)
+    operators = head_operators(model, shape) + model.mtp_layers * prediction_operators(model, shape)
+    if tuning.everything:
+        return operators
+    flows = 1.0 * (gradient_share(model, tuning) > 0 or tuning.trains("norms"))
+    trained = 1.0 * trains_head(model, tuning)
+    return tuple(
+        replace(operator, flows=flows, trained=trained)
+        for operator in operators
+        if trained or operator.role is not OperatorRole.HEAD_GRADIENT
+    )
 
 
 def prediction_operators(model: Model, shape: LayerShape) -> tuple[Operator, ...]:

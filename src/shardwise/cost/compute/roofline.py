@@ -62,6 +62,14 @@ def operator_seconds(
 
     Matmuls and attention take ``slowdown`` times as long as at full clock; what moves bytes does not.
     """
+    seconds = _operator_seconds(operator, device, recipe, stack, slowdown)
+    if operator.flows == operator.trained == 1:
+        return seconds
+    return Seconds(seconds.forward, seconds.input_gradient * operator.flows, seconds.weight_gradient * operator.trained)
+
+
+def _operator_seconds(operator: Operator, device: Device, recipe: Recipe, stack: Stack, slowdown: float) -> Seconds:
+    """The same if all gradients are needed."""
     if operator.kind == "traffic":
         return _traffic(operator, device, recipe, stack)
     if operator.kind == "attention":

@@ -7,16 +7,20 @@ adds up to their sbh(34 + 5as/h), and to their TP, TP+SP, selective and full var
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 
+from shardwise.cost.compute.operators import gradient_share, trains_head
+from shardwise.cost.memory.adapters import adapter_bytes, input_share
 from shardwise.layout.payloads import Share
 from shardwise.layout.pieces import loss_in_one_piece
 from shardwise.layout.sharding import divided_over
 from shardwise.pipeline import peak_chunks_in_flight
+from shardwise.spec.fine_tuning import Part
 from shardwise.spec.job import Job
-from shardwise.spec.model import Model
+from shardwise.spec.model import MatrixRole, Model
 from shardwise.spec.parameters import layer_parameters
 from shardwise.spec.schedules import schedule_record
 
@@ -48,6 +52,7 @@ class SavedRole(Enum):
     DISPATCHED_TOKENS = "dispatched tokens"
     EXPERT_OUTPUTS = "expert outputs"
     WEIGHT_COPIES = "16-bit copies of weights"
+    ADAPTERS = "inside adapters"
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,7 @@ def layer_saved_tensors(job: Job, *, moe: bool) -> tuple[SavedTensor, ...]:
     """Every tensor that one layer saves when nothing is recomputed."""
     sizes, model = _sizes(job), job.model
     wide = sizes.full_tokens * model.ffn / sizes.tensor
+    tuning = job.training.tuning
     tensors = [
         *_norm_and_linear_inputs(job, sizes, moe=moe),
         *_attention_tensors(job, sizes),
@@ -122,7 +128,43 @@ def layer_saved_tensors(job: Job, *, moe: bool) -> tuple[SavedTensor, ...]:
         tensors.append(SavedTensor(SavedRole.DROPOUT_MASKS, blocks * model.hidden * sizes.region_tokens))
     if job.autocasts:
         tensors.append(SavedTensor(SavedRole.WEIGHT_COPIES, layer_copy_bytes(job, moe=moe)))
-    return tuple(tensors)
+    return tuple(tensors if tuning.everything else _tuned(tensors, job, sizes, moe=moe))
+
+
+_R = MatrixRole
+# The matrices whose gradients read a saved tensor. What other operators read too is not in the list: attention's output
+# is read by its own backward pass, the inputs of an activation by it.
+_READ_BY: dict[SavedRole, tuple[MatrixRole, ...]] = {
+    SavedRole.ACTIVATION_OUTPUT: (_R.DOWN,),
+    SavedRole.DISPATCHED_TOKENS: (_R.GATE, _R.UP),
+    SavedRole.ATTENTION_OUTPUT_BY_SEQUENCES: (_R.ATTENTION_OUTPUT,),
+}
+_INPUTS_OF_ATTENTION = (_R.QUERY, _R.KEY, _R.VALUE, _R.QUERY_DOWN, _R.KEY_VALUE_DOWN)
+
+
+def _tuned(tensors: list[SavedTensor], job: Job, sizes: _Sizes, *, moe: bool) -> Iterator[SavedTensor]:
+    """What a layer keeps of ``tensors`` where some of its weights are frozen, and what its adapters keep.
+
+    The input of a matrix is kept for the gradient of its weights, or of its adapter. Where no gradient flows, nothing
+    is kept. The mean over layers.
+    """
+    tuning, flows = job.training.tuning, gradient_share(job.model, job.training.tuning)
+    share = partial(input_share, job, moe)
+    for tensor in tensors:
+        kept = flows
+        if tensor.role is SavedRole.LINEAR_INPUTS:
+            routed = moe and job.model.moe is not None and not job.model.moe.shared_ffn
+            of_mlp = share("router", ()) if routed else share("mlp", (_R.GATE, _R.UP))
+            kept = (share("attention", _INPUTS_OF_ATTENTION) + of_mlp) / 2
+        elif tensor.role in _READ_BY:
+            in_experts = tensor.share is Share.EXPERTS or tensor.role is SavedRole.DISPATCHED_TOKENS
+            attention = tensor.role is SavedRole.ATTENTION_OUTPUT_BY_SEQUENCES
+            part: Part = "experts" if in_experts else ("attention" if attention else "mlp")
+            kept = share(part, _READ_BY[tensor.role])
+        if kept:
+            yield replace(tensor, bytes=tensor.bytes * kept)
+    if tuning.adapters:
+        yield SavedTensor(SavedRole.ADAPTERS, adapter_bytes(job, sizes.element, moe=moe))
 
 
 def stream_element(job: Job) -> float:
@@ -317,7 +359,8 @@ def layer_activation_bytes(job: Job, *, moe: bool, recompute: str | None = None)
     if mode == "full":
         # Only the layer's input; under sequence parallelism it is already divided.
         sizes = _sizes(job)
-        return job.model.hidden * sizes.region_tokens * sizes.stream
+        flows = gradient_share(job.model, job.training.tuning)
+        return flows * job.model.hidden * sizes.region_tokens * sizes.stream
     tensors = layer_saved_tensors(job, moe=moe)
     if mode == "selective" and "alternate-products" in job.selective_operators and not moe:
         return _alternate_products_bytes(job)
@@ -368,7 +411,7 @@ def head_activation_bytes(job: Job) -> float:
     normed = _norm_input(job, sizes) + _norm_output(job, sizes)
     inputs = job.model.hidden * sizes.region_tokens * (normed + sizes.linear_input)
     per_logit = kept_per_logit(job)
-    made = loss_gradient_element(job) * head_weights(job) if job.stack.loss == "pieces" else 0.0
+    made = loss_gradient_element(job) * head_gradients(job) if job.stack.loss == "pieces" else 0.0
     if job.autocasts:
         made += 2 * head_weights(job)  # the copy that its product has read
     joined = 2 * inputs * job.model.mtp_layers
@@ -411,6 +454,11 @@ def logits_bytes(job: Job, per_logit: float) -> float:
 def head_weights(job: Job) -> float:
     """Weights of the output projection on one device."""
     return job.model.vocab * job.model.hidden / job.stack.head_tensor_parallel(job.strategy.tp)
+
+
+def head_gradients(job: Job) -> float:
+    """Elements of their gradient; 0 where they are frozen."""
+    return head_weights(job) * trains_head(job.model, job.training.tuning)
 
 
 def microbatches_in_flight(job: Job, rank: int) -> float:

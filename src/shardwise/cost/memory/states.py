@@ -103,13 +103,34 @@ def group_states(
         {"shards": shards, "gradients_sharded": sharding.reduced_to_shards(shards)}
         for shards in (sharding.shards, sharding.expert_shards)
     )
-    return {
-        "dense": state_bytes(contents.layer_matrices, contents.others, precision=recipe, **shared, **of_dense),
-        "experts": state_bytes(contents.experts, precision=recipe.of_experts, **shared, **of_experts),
-    }
+    dense = state_bytes(contents.layer_matrices, contents.others, precision=recipe, **shared, **of_dense)
+    experts = state_bytes(contents.experts, precision=recipe.of_experts, **shared, **of_experts)
+    frozen = frozen_bytes(contents.frozen_matrices, contents.frozen_others, recipe, sharding, sharding.shards)
+    of_frozen = frozen_bytes(contents.frozen_experts, 0.0, recipe.of_experts, sharding, sharding.expert_shards)
+    reference = frozen_bytes(contents.reference, 0.0, recipe, sharding, sharding.shards)
+    return {"dense": dense + frozen + reference, "experts": experts + of_frozen}
 
 
-def owned_parameters(contents: RankContents, sharding: Sharding) -> Any:
+def frozen_bytes(matrices: Any, others: Any, recipe: Recipe, sharding: Sharding, shards: Any) -> StateBytes:
+    """Bytes of weights that are not trained, divided only by ZeRO-3; what is not quantised is kept in 16 bits.
+
+    Where shards are fp32, those of frozen weights in no format of their own are too: FSDP casts what it gathers.
+    """
+    divided = select(sharding.zero >= 3, shards, 1)
+    if recipe.base is not None:
+        weights = (matrices * recipe.base + others * min(recipe.plain_weight, 2)) / divided
+    elif recipe.fp32_shards:
+        stage = sharding.stage(recipe)
+        whole = matrices * (recipe.weight + recipe.copies) + others * recipe.plain_weight
+        both = select(stage >= 3, 4, select(stage >= 1, 4, 0)) * (matrices + others) / shards
+        weights = both + select(stage >= 3, 0, whole)
+    else:
+        weights = (matrices * (recipe.weight + recipe.copies) + others * recipe.plain_weight) / divided
+    leaving = weights * sharding.offload.weights
+    return StateBytes(weights - leaving, 0.0, 0.0, leaving)
+
+
+def updated_parameters(contents: RankContents, sharding: Sharding) -> Any:
     """Parameters whose optimizer states a device keeps."""
     return contents.dense / sharding.shards + contents.experts / sharding.expert_shards
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from shardwise.collectives.arrays import maximum, minimum, select, some
-from shardwise.cost.memory.states import StateBytes, owned_parameters, rank_state_bytes, update_copies
+from shardwise.cost.memory.states import StateBytes, rank_state_bytes, update_copies, updated_parameters
 from shardwise.cost.memory.transient import Moment, divided_units, gathered_bytes, gathered_matrices, left_over
 from shardwise.layout.pieces import update_chunk, update_slots
 from shardwise.layout.sharding import Sharding, updates_on_device
@@ -144,10 +144,10 @@ class HeldMemory:
     @property
     def update_slots(self) -> Any:
         """Offloaded states that are on the device for their update."""
-        offload, owned = self.sharding.offload, owned_parameters(self.contents, self.sharding)
+        offload, updated = self.sharding.offload, updated_parameters(self.contents, self.sharding)
         if not offload.optimizer or not updates_on_device(self.job, offload):
             return 0.0
-        elements = owned * offload.optimizer
+        elements = updated * offload.optimizer
         first = minimum(elements, first_elements(self.contents, self.sharding, tied=self.job.model.tied_embeddings))
         each = self.states.stored / elements + 4 * (offload.weights > 0)
         return update_slots(elements, first) * update_chunk(elements) * each
@@ -160,8 +160,8 @@ class HeldMemory:
     @property
     def gradients_at_update(self) -> Any:
         """With ZeRO only the gradients of the parameters that this device updates are left."""
-        owned = owned_parameters(self.contents, self.sharding) * self.job.recipe.gradient
-        divided = minimum(self.states.gradients, owned * (1 - self.sharding.offload.gradients))
+        updated = updated_parameters(self.contents, self.sharding) * self.job.recipe.gradient
+        divided = minimum(self.states.gradients, updated * (1 - self.sharding.offload.gradients))
         return select(self.sharding.zero >= 1, divided, self.states.gradients)
 
     @property
@@ -193,7 +193,7 @@ class HeldMemory:
     def head_share(self) -> Any:
         """The head's share of a rank's gradients, which a backward pass computes first."""
         contents, tied = self.contents, self.job.model.tied_embeddings
-        ends = contents.others / contents.total
+        ends = contents.others / maximum(1, contents.total)
         return ends * contents.has_head / select(contents.has_embedding * (not tied), 2, 1)
 
     @cached_property
@@ -203,7 +203,7 @@ class HeldMemory:
         Those of this layer, and of the embedding unless it is tied to a head, whose backward pass made it.
         """
         contents, tied = self.contents, self.job.model.tied_embeddings
-        ends = contents.others / contents.total
+        ends = contents.others / maximum(1, contents.total)
         of_embedding = contents.has_embedding * (1 - tied * contents.has_head) / select(contents.has_head, 2, 1)
         return (1 - ends) / maximum(1, contents.layers) + ends * of_embedding
 

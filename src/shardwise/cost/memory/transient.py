@@ -15,6 +15,7 @@ from shardwise.collectives.arrays import maximum, select
 from shardwise.cost.compute.operators import layer_operators
 from shardwise.cost.memory.activations import (
     SavedRole,
+    head_gradients,
     head_weights,
     kept_per_logit,
     key_value_features,
@@ -29,7 +30,7 @@ from shardwise.cost.memory.activations import (
 from shardwise.cost.step.stage_time import layer_shape
 from shardwise.layout.pieces import WIDE_LOGITS, loss_tokens_at_once
 from shardwise.layout.sharding import Sharding
-from shardwise.layout.stages import RankContents
+from shardwise.layout.stages import RankContents, layers_of_kind
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import parameter_count
 from shardwise.spec.training import Recipe
@@ -87,7 +88,7 @@ def _head_backward_bytes(job: Job) -> float:
 
     What the loss keeps of the logits is their fp32 softmax, freed by then, or with a fused loss the gradient itself.
     """
-    gradients = 2 * (head_weights(job) + job.model.hidden * job.microbatch_tokens)
+    gradients = 2 * (head_gradients(job) + job.model.hidden * job.microbatch_tokens)
     return gradients + logits_bytes(job, 2 - kept_per_logit(job))
 
 
@@ -197,7 +198,7 @@ def plain_loss_bytes(job: Job) -> float:
     backward = _backward_of_loss_bytes(job)
     if job.autocasts:
         # The gradient of the head becomes fp32 when those of the logits and the copy of the head are gone.
-        rounded = 4 * head_weights(job) + 2 * job.model.hidden * job.microbatch_tokens
+        rounded = 4 * head_gradients(job) + 2 * job.model.hidden * job.microbatch_tokens
         backward = max(backward, rounded - logits_bytes(job, kept_per_logit(job)))
         if job.stack.gradients == "replaced":
             backward -= job.recipe.gradient * parameter_count(job.model) / job.strategy.tp
@@ -251,7 +252,9 @@ def loss_moment_bytes(job: Job) -> float:
     logits = min(tokens, loss_tokens_at_once(int(tokens), rows, job.model.hidden)) * rows
     inputs = (2 if job.strategy.tp > 1 else 1) * tokens * job.model.hidden * element
     padded = element * weights if rows % 8 and job.run_device == "cuda" else 0  # the head with rows of zeros
-    rounded = element * weights if rounds_head_gradient(job) and loss_gradient_element(job) > element else 0.0
+    rounded = (
+        element * head_gradients(job) if rounds_head_gradient(job) and loss_gradient_element(job) > element else 0.0
+    )
     return max(rounded, element * logits + 4 * min(logits, WIDE_LOGITS) + padded) + inputs
 
 
@@ -281,7 +284,28 @@ def _layer_bytes(job: Job, moe: bool) -> float:
     gathered = 2 * tokens * model.hidden - tokens * model.ffn / tp if tp > 1 and not moe else 0.0
     made = element * max(more * wide, gathered) + stream_element(job) * region * model.hidden
     # Under autocast the 16-bit copy of that weight is gone, and its gradient fp32.
-    return made + (4 - 2 if job.autocasts else job.training.recipe.gradient) * last_product
+    tuning, layers = job.training.tuning, layers_of_kind(model, moe=moe)
+    trained = tuning.trained_share("experts" if moe and model.moe else "mlp", layers)
+    gradient = trained * (4 - 2 if job.autocasts else job.training.recipe.gradient) * last_product
+    return made + gradient + dequantised_bytes(job, moe=moe)
+
+
+def dequantised_bytes(job: Job, *, moe: bool) -> float:
+    """16-bit weights of the widest frozen matrix of a layer while it is multiplied; a group of experts has one."""
+    model, strategy = job.model, job.strategy
+    if not job.training.tuning.base.quantised:
+        return 0.0
+    held = max(
+        matrix.parameters_per_rank(strategy.tp)
+        for matrix in (*model.attention_matrices, *model.mlp_matrices(model.ffn))
+    )
+    if moe and model.moe:
+        routed = max(m.parameters_per_rank(strategy.expert_tensor_parallel) for m in model.mlp_matrices(model.moe.ffn))
+        held = max(
+            *(matrix.parameters_per_rank(strategy.tp) for matrix in model.attention_matrices),
+            routed * model.moe.experts / strategy.ep,
+        )
+    return 2 * held
 
 
 class Matrices(NamedTuple):
@@ -330,6 +354,8 @@ def gathered_bytes(
         return gathered_at(unit, sharding, recipe, moment) + _in_transit(unit, sharding, moment)
     gradient = unit.layer * recipe.gradient if sharding.gradients_sharded else 0.0
     parameters = (select(sharding.keep_parameters, unit.layers, 2 * unit.layer) + unit.ends) * recipe.gathered
+    parameters = parameters + select(sharding.keep_parameters, unit.frozen_layers, 2 * unit.frozen_layer)
+    parameters = parameters + unit.frozen_ends
     return (sharding.zero >= 2) * gradient + (sharding.zero == 3) * parameters
 
 
@@ -347,6 +373,10 @@ def divided_units(
     each = recipe.gathered if sharding.offload.weights else recipe.gathered_for_every_use
     in_use = contents.layer_matrices * dense * each + contents.experts * experts * recipe.of_experts.gathered
     in_use = in_use / maximum(1, contents.layers)
+    frozen_layers = contents.frozen_matrices * dense * recipe.frozen_gathered
+    frozen_layers = frozen_layers + contents.frozen_experts * experts * recipe.of_experts.frozen_gathered
+    frozen_layer = frozen_layers / maximum(1, contents.layers)
+    frozen_ends = contents.frozen_others * dense * recipe.gathered
     if matrices:
         largest = (
             contents.layer_matrices * dense * matrices.of_dense,
@@ -354,7 +384,9 @@ def divided_units(
         )
         layer = maximum(*largest) / maximum(1, contents.layers)
         in_use = layer * recipe.gathered
-    return Units(layers, layer, ends, end, contents.has_embedding, in_use)
+        frozen_layer = frozen_layer * matrices.of_dense
+    frozen = (frozen_layers, frozen_layer, frozen_ends, frozen_ends / select(both_ends, 2, 1))
+    return Units(layers, layer, ends, end, contents.has_embedding, in_use + frozen_layer, *frozen)
 
 
 class Units(NamedTuple):
@@ -365,7 +397,11 @@ class Units(NamedTuple):
     ends: Any  # of embedding and head
     end: Any  # of one of them
     has_embedding: Any
-    layer_bytes: Any  # bytes of that where it is gathered for every use
+    layer_bytes: Any  # bytes of that where it is gathered for every use, its frozen weights included
+    frozen_layers: Any  # bytes of the frozen weights of all layers
+    frozen_layer: Any  # of one layer
+    frozen_ends: Any  # of embedding and head
+    frozen_end: Any  # of one of them
 
 
 def gathered_at(unit: Units, sharding: Sharding, recipe: Recipe, moment: Moment) -> Any:
@@ -374,8 +410,9 @@ def gathered_at(unit: Units, sharding: Sharding, recipe: Recipe, moment: Moment)
     At the loss: the head, the last layer, already on its way, and a gradient of the pass before. In a layer: itself
     and the next, and the gradient before it, which is being reduced.
     """
-    in_use = unit.end * recipe.gathered + unit.layer_bytes if moment == "loss" else 2 * unit.layer_bytes
-    whole = (unit.layers + unit.ends) * recipe.gathered
+    end = unit.end * recipe.gathered + unit.frozen_end
+    in_use = end + unit.layer_bytes if moment == "loss" else 2 * unit.layer_bytes
+    whole = (unit.layers + unit.ends) * recipe.gathered + unit.frozen_layers + unit.frozen_ends
     gathered = (sharding.zero == 3) * select(sharding.keep_parameters, whole, in_use)
     if moment == "loss":
         return gathered + left_over(unit, sharding, recipe)

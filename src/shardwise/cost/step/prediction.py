@@ -13,7 +13,15 @@ from typing import Any
 
 from shardwise.collectives.arrays import select
 from shardwise.cost.compute.flops import head_forward_flops, layer_forward_flops, prediction_forward_flops
-from shardwise.cost.compute.operators import Operator, fully_recomputed_share, layer_operators, share_run_again
+from shardwise.cost.compute.operators import (
+    LayerShape,
+    Operator,
+    fully_recomputed_share,
+    gradient_share,
+    layer_operators,
+    share_run_again,
+    trains_head,
+)
 from shardwise.cost.compute.roofline import Seconds
 from shardwise.cost.step.stage_time import StageSeconds, layer_shape, optimizer_seconds, stage_seconds
 from shardwise.cost.traffic.execution import in_its_step, step_traffic
@@ -26,6 +34,7 @@ from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.spec.schedules import StepEnds
 from shardwise.spec.stack import Stack
+from shardwise.spec.training import Training
 
 
 def passes_with_exposed(
@@ -92,6 +101,18 @@ def waiting_share(cluster: Cluster, stack: Stack, *, gathers_once: bool) -> floa
     if gathers_once or stack.elementwise != "eager":
         return share
     return share + efficiency.layer_jitter * slowest_of(cluster.nodes)
+
+
+def length_wait(training: Training, replicas: int) -> float:
+    """Share of the layers' time that replicas wait for the one with the longest documents, times √sequences of a step.
+
+    Padded documents are drawn at random: the sum of n lengths varies by their spread over √n. Packed sequences are
+    equally long, and batches balanced by length would be.
+    """
+    lengths = training.lengths
+    if lengths is None or lengths.packing == "packed" or replicas == 1:
+        return 0.0
+    return lengths.spread(training.seq) * math.sqrt(replicas) * slowest_of(replicas)
 
 
 _PER_STEP = ("dp", "offload")
@@ -190,7 +211,9 @@ class Prediction:
     def straggler_seconds(self, rank: RankPrediction) -> float:
         """How long devices of this rank wait for slower devices."""
         once = sharding_of(rank.job.strategy).gathers_once
-        return waiting_share(rank.job.cluster, rank.job.stack, gathers_once=once) * rank.layers_seconds
+        waits = waiting_share(rank.job.cluster, rank.job.stack, gathers_once=once)
+        waits += length_wait(rank.job.training, rank.job.strategy.data_parallel) / math.sqrt(rank.job.sequences)
+        return waits * rank.layers_seconds
 
     def _once_a_step(self, rank: RankPrediction) -> float:
         update = float(optimizer_seconds(rank.job, rank.contents, sharding_of(rank.job.strategy)))
@@ -249,24 +272,29 @@ class StageCompute:
     matrices_recomputed: float
     attention_recomputed: float
     weights_at_once: float  # weight gradients that are computed with the input gradients
+    input_gradients: float  # of matmuls
+    weight_gradients: float
+    attention_backward: float
+    forward_passes: int = 1
 
     @property
     def forward(self) -> float:
-        return self.matrices_forward + self.attention_forward
+        return self.forward_passes * (self.matrices_forward + self.attention_forward)
 
     @property
     def backward(self) -> float:
-        return 2 * self.forward + self.matrices_recomputed + self.attention_recomputed
+        gradients = self.input_gradients + self.weight_gradients + self.attention_backward
+        return gradients + self.matrices_recomputed + self.attention_recomputed
 
     @property
     def passes(self) -> StageSeconds:
-        weights = self.matrices_forward - self.weights_at_once
-        attention = Seconds(self.attention_forward, 2 * self.attention_forward)
+        weights = self.weight_gradients - self.weights_at_once
+        attention = Seconds(self.attention_forward, self.attention_backward)
         again = self.matrices_recomputed + self.attention_recomputed
         return StageSeconds(self.forward, self.backward - weights, weights, attention, again)
 
     def windows(self, microbatches: int) -> ComputeWindows:
-        attention = (self.attention_forward, 2 * self.attention_forward + self.attention_recomputed)
+        attention = (self.attention_forward, self.attention_backward + self.attention_recomputed)
         return ComputeWindows(*(microbatches * seconds for seconds in (self.forward, self.backward, *attention)))
 
 
@@ -274,20 +302,47 @@ def stage_compute(job: Job, contents: RankContents) -> StageCompute:
     """Ideal seconds per microbatch; low-precision recipes speed up layer matmuls only, not attention or head."""
     device, recipe = job.cluster.device, job.training.recipe
     narrow_peak, wide_peak = device.peak_flops(recipe.compute), device.peak_flops(recipe.wide)
-    tokens = job.microbatch_tokens / job.strategy.tp
+    tokens = job.computed_tokens / job.strategy.tp
     shape, share = layer_shape(job), fully_recomputed_share(job, contents)
-    matrices = attention = again_matrices = again_attention = 0.0
+    tuning, flows = job.training.tuning, gradient_share(job.model, job.training.tuning)
+    matrices = attention = again_matrices = again_attention = inputs = weights = 0.0
     for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
-        flops = layer_forward_flops(job.model, job.training.seq, moe=moe)
+        flops = layer_forward_flops(job.model, shape.seq, moe=moe)
         operators = layer_operators(job.model, shape, moe=moe)
         products = count * flops.matrices * tokens / narrow_peak
-        scores = count * flops.attention * tokens / wide_peak
+        scores = count * flops.attention * shape.attended_share * tokens / wide_peak
+        if tuning.everything:
+            inputs, weights = inputs + products, weights + products
+        else:
+            forward, input_gradients, weight_gradients = _tuned_passes(operators, job, shape, moe=moe)
+            inputs, weights = inputs + products * input_gradients, weights + products * weight_gradients
+            products *= forward
         matrices, attention = matrices + products, attention + scores
         again_matrices += products * _run_again(job, operators, "product", share)
         again_attention += scores * _run_again(job, operators, "attention", share)
     after_layers = head_forward_flops(job.model) + prediction_forward_flops(job.model)
     head = after_layers * tokens / wide_peak if contents.has_head else 0.0
-    return StageCompute(matrices + head, attention, again_matrices, again_attention, share * matrices)
+    of_head = flows * head, trains_head(job.model, tuning) * head
+    return StageCompute(
+        matrices + head, attention, again_matrices, again_attention, share * weights,
+        inputs + of_head[0], weights + of_head[1], 2 * flows * attention, job.training.forward_passes,
+    )  # fmt: skip
+
+
+def _tuned_passes(operators: tuple[Operator, ...], job: Job, shape: LayerShape, *, moe: bool) -> tuple[float, ...]:
+    """Matmuls of each pass of a layer that is not trained whole, as shares of its forward pass without adapters."""
+    plain = sum(operator.flops for operator in operators if operator.kind == "product")
+    tuned = [
+        operator
+        for operator in layer_operators(job.model, shape, moe=moe, tuning=job.training.tuning)
+        if operator.kind == "product"
+    ]
+    inputs, weights = (sum(o.flops * share for o, share in zip(tuned, shares)) for shares in _shares(tuned))
+    return sum(operator.flops for operator in tuned) / plain, inputs / plain, weights / plain
+
+
+def _shares(operators: Sequence[Operator]) -> tuple[list[float], list[float]]:
+    return [operator.flows for operator in operators], [operator.trained for operator in operators]
 
 
 def _run_again(job: Job, operators: tuple[Operator, ...], kind: str, full_share: float) -> float:

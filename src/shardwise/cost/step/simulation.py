@@ -69,13 +69,18 @@ class SimulatedStep:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.job.tokens_per_step / self.step_seconds
+        """Without padding."""
+        return self.job.document_tokens / self.step_seconds
 
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation, causal attention counted once, recomputed FLOPs not counted."""
         job = self.job
-        return flops_per_token(job.model, job.training.seq) * self.tokens_per_second / job.peak_flops
+        return (
+            flops_per_token(job.model, job.training.seq, tuning=job.training.tuning)
+            * self.tokens_per_second
+            / job.peak_flops
+        )
 
 
 def simulated_step(prediction: Prediction, *, whole: bool = False, most_passes: int | None = None) -> SimulatedStep:

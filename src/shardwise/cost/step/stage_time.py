@@ -19,13 +19,13 @@ from shardwise.cost.compute.operators import (
 )
 from shardwise.cost.compute.roofline import Seconds, mode_of, operator_seconds, product_bytes
 from shardwise.cost.memory.activations import key_value_features
-from shardwise.cost.memory.states import owned_parameters, rank_state_bytes
+from shardwise.cost.memory.states import rank_state_bytes, updated_parameters
 from shardwise.layout.sharding import Sharding, last_weights_stay, updates_on_device
 from shardwise.layout.stages import RankContents
 from shardwise.spec.efficiency import by_layer
 from shardwise.spec.hardware import UPDATE_BYTES
 from shardwise.spec.job import Job
-from shardwise.spec.parameters import parameter_count
+from shardwise.spec.parameters import trained_parameters
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,17 @@ class StageSeconds(Seconds):
 def layer_shape(job: Job, context_rank: int | None = None) -> LayerShape:
     """The shape of the job's layers on one device, by default of the busiest context rank, which is the last."""
     strategy = job.strategy
-    tokens = job.microbatch_tokens
+    tokens, lengths, seq = job.computed_tokens, job.training.lengths, job.training.seq
     region = tokens / strategy.tp if strategy.sequence_parallel else tokens
     zigzag = strategy.cp if strategy.context_method != "ulysses" else 1
     rank = zigzag - 1 if context_rank is None or zigzag == 1 else context_rank
     experts = job.model.moe.experts / strategy.ep if job.model.moe else 1.0
-    shards, dropout = strategy.expert_tensor_parallel, job.training.dropout
-    return LayerShape(tokens, region, job.training.seq, strategy.tp, shards, zigzag, rank, experts, dropout)
+    shards, dropout, attended = strategy.expert_tensor_parallel, job.training.dropout, 1.0
+    if lengths is not None and lengths.packing == "packed":
+        attended = lengths.attended_share(seq)
+    elif lengths is not None:
+        seq = round(seq * lengths.computed_share(seq, strategy.microbatch))
+    return LayerShape(tokens, region, seq, strategy.tp, shards, zigzag, rank, experts, dropout, attended)
 
 
 def _head_shape(job: Job, shape: LayerShape) -> LayerShape:
@@ -71,14 +75,16 @@ def part_seconds(job: Job, contents: RankContents, call: float = 0.0) -> StageSe
     for _, seconds in _ends(job, contents):
         passes += seconds
     passes += Seconds(call, call)
-    return StageSeconds(passes.forward, passes.input_gradient + again, passes.weight_gradient, attention, again)
+    forward = passes.forward * job.training.forward_passes
+    return StageSeconds(forward, passes.input_gradient + again, passes.weight_gradient, attention, again)
 
 
 def seconds_by_kind(job: Job, contents: RankContents) -> dict[OperatorKind, float]:
     """Both passes of one microbatch by the kind of operator, without what recompute runs again."""
     by_kind: dict[OperatorKind, float] = {"product": 0.0, "attention": 0.0, "traffic": 0.0}
+    passes = job.training.forward_passes
     for operator, seconds in (*_layers(job, contents), *_ends(job, contents)):
-        by_kind[operator.kind] += seconds.forward + seconds.backward
+        by_kind[operator.kind] += passes * seconds.forward + seconds.backward
     return by_kind
 
 
@@ -87,7 +93,10 @@ def timed_operators(job: Job, contents: RankContents) -> Iterator[tuple[Operator
     shape, seconds_of = layer_shape(job), _timed(job)
     for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
         if count:
-            yield from ((operator, seconds_of(operator)) for operator in layer_operators(job.model, shape, moe=moe))
+            yield from (
+                (operator, seconds_of(operator))
+                for operator in layer_operators(job.model, shape, moe=moe, tuning=job.training.tuning)
+            )
     yield from _ends(job, contents)
 
 
@@ -96,7 +105,7 @@ def _layers(job: Job, contents: RankContents) -> Iterator[tuple[Operator, Second
     for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
         if count:
             whole = Seconds()
-            for operator in layer_operators(job.model, shape, moe=moe):
+            for operator in layer_operators(job.model, shape, moe=moe, tuning=job.training.tuning):
                 seconds = seconds_of(operator)
                 whole += seconds
                 yield operator, seconds * count
@@ -127,7 +136,7 @@ def _host_beyond(job: Job, layer: Seconds, *, moe: bool) -> Seconds:
 def _ends(job: Job, contents: RankContents) -> Iterator[tuple[Operator, Seconds]]:
     if contents.has_head:
         seconds_of = _timed(job)
-        for operator in ends_operators(job.model, _head_shape(job, layer_shape(job))):
+        for operator in ends_operators(job.model, _head_shape(job, layer_shape(job)), job.training.tuning):
             yield operator, seconds_of(operator)
 
 
@@ -143,7 +152,7 @@ def slowdown(job: Job) -> float:
     if efficiency.power_slowdown == 1:
         return 1.0
     matmuls, attention, other = unslowed_seconds(job)
-    parameters = parameter_count(job.model) / job.strategy.tp
+    parameters = trained_parameters(job.model, job.training.tuning) / job.strategy.tp
     return efficiency.slowdown(matmuls, attention, other + _update_seconds(job, 38 * parameters, parameters))
 
 
@@ -153,11 +162,12 @@ def unslowed_seconds(job: Job) -> tuple[float, float, float]:
     Through the whole model, not one rank's part, since all of a step runs at one clock.
     """
     device, recipe, stack, model = job.cluster.device, job.training.recipe, job.running_stack, job.model
+    tuning = job.training.tuning
     shape, other, slowed = layer_shape(job), 0.0, {"product": 0.0, "attention": 0.0, "traffic": 0.0}
     layers = ((model.layers - model.moe_layers, False), (model.moe_layers, True))
-    parts = [(count, layer_operators(model, shape, moe=moe)) for count, moe in layers if count]
+    parts = [(count, layer_operators(model, shape, moe=moe, tuning=tuning)) for count, moe in layers if count]
     full = 1.0 if job.strategy.recompute == "full" else 0.0
-    for count, operators in (*parts, (1, ends_operators(model, _head_shape(job, shape)))):
+    for count, operators in (*parts, (1, ends_operators(model, _head_shape(job, shape), tuning))):
         for operator in operators:
             alone, doubled = (operator_seconds(operator, device, recipe, stack, times) for times in (1.0, 2.0))
             again = share_run_again(job, operator, full)
@@ -194,7 +204,10 @@ def _launches(job: Job) -> float:
         if count and efficiency.own is not None:
             total += count * _host_seconds(job, efficiency.own.host_seconds, moe=moe)
         elif count:
-            kernels = sum(operator.kernels for operator in layer_operators(model, layer_shape(job), moe=moe))
+            kernels = sum(
+                operator.kernels
+                for operator in layer_operators(model, layer_shape(job), moe=moe, tuning=job.training.tuning)
+            )
             total += count * _PASSES * kernels * efficiency.operator_seconds
     return job.microbatches * total
 
@@ -251,7 +264,7 @@ def host_update_seconds(job: Job, contents: RankContents, sharding: Sharding) ->
     share, cluster = sharding.offload.optimizer, job.cluster
     if not share or job.run_device == "cpu" or updates_on_device(job, sharding.offload):
         return 0.0
-    updated = owned_parameters(contents, sharding) * share
+    updated = updated_parameters(contents, sharding) * share
     seconds = updated * cluster.node_devices / cluster.host.updates
     if job.stack.is_own and sharding.offload.target == "nvme" and cluster.storage:
         stored = rank_state_bytes(contents, sharding, job.recipe, job.training.optimizer).stored
@@ -262,14 +275,14 @@ def host_update_seconds(job: Job, contents: RankContents, sharding: Sharding) ->
 def optimizer_seconds(job: Job, contents: RankContents, sharding: Sharding) -> Any:
     """The optimizer step, which is bound by memory, and the fixed overhead of a step.
 
-    It moves `UPDATE_BYTES` per owned parameter, 8 per local one (gradient norm and zeroing) and the bytes of gradient
+    It moves `UPDATE_BYTES` per updated parameter, 8 per local one (gradient norm and zeroing) and the bytes of gradient
     compression at sustained bandwidth; offloaded states are updated where they are.
     """
     device = job.cluster.device
-    owned = owned_parameters(contents, sharding)
-    local = owned if sharding.gradients_sharded else contents.total
-    moved = UPDATE_BYTES * owned + 8 * local + sharding.moved_bytes * contents.total
-    seconds = _update_seconds(job, moved, owned) + _accumulation_seconds(job, contents) + step_overhead(job)
+    updated = updated_parameters(contents, sharding)
+    local = updated if sharding.gradients_sharded else contents.total
+    moved = UPDATE_BYTES * updated + 8 * local + sharding.moved_bytes * contents.total
+    seconds = _update_seconds(job, moved, updated) + _accumulation_seconds(job, contents) + step_overhead(job)
     seconds = seconds + host_update_seconds(job, contents, sharding)
     if sharding.offload.weights:
         each, once = copied_alone_seconds(job, contents, sharding)

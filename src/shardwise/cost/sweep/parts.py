@@ -147,6 +147,11 @@ class PartBook:
             parts = self._parts[key] = self._priced(group, layer)
         return parts
 
+    def _tokens(self, base: Strategy, layer: LayerChoice) -> tuple[float, int]:
+        """What the tokens of a microbatch depend on; of documents that are padded, the longest of them all."""
+        training = self.job.training
+        return layer.microbatch * training.seq / base.cp, layer.microbatch * (training.lengths is not None)
+
     def _whole(self, base: Strategy) -> bool:
         """Whether matmuls may keep copies of whole weights (`Job.autocasts`)."""
         return self.job.stack.autocast and base.zero == 0
@@ -175,7 +180,7 @@ class PartBook:
         base = group.base
         if base.pp == 1:
             return 0.0
-        tokens = layer.microbatch * self.job.training.seq / base.cp
+        tokens = self._tokens(base, layer)
 
         def price() -> float:
             traffic = message_traffic(probes(self.job, base, layer)("none"), sent_forward(Role.ACTIVATIONS))
@@ -213,7 +218,7 @@ class PartBook:
 
         base, places = group.base, group.places
         jobs = probes(self.job, base, layer)
-        tokens = layer.microbatch * self.job.training.seq / base.cp
+        tokens = self._tokens(base, layer)
         common = (tokens, base.tp, layer.sequence_parallel or base.tp == 1, base.expert_tp)
         method = layer.context_method if base.cp > 1 else ""
         whole = self._whole(base)

@@ -11,7 +11,7 @@ from shardwise.collectives import CollectiveKind, Topology
 from shardwise.collectives.arrays import is_array, maximum, some
 from shardwise.cost.memory.sum import MomentMemory, PassMemory, held_at, moved_share
 from shardwise.cost.memory.transient import MOMENTS, Moment
-from shardwise.cost.step.prediction import waiting_share
+from shardwise.cost.step.prediction import length_wait, waiting_share
 from shardwise.cost.step.stage_time import copied_alone_seconds, host_update_seconds, optimizer_seconds
 from shardwise.cost.sweep.columns import CollectiveBook, ColumnBook, ColumnClass, Group
 from shardwise.cost.sweep.parts import PartBook
@@ -351,11 +351,16 @@ class _Batch:
 
         Gradients are summed as ``sharding`` says, by default as if they stayed on the device.
         """
+        import numpy as np
+
         ranks = self.rows.ranks
         transfers = self._data_transfers(part, lengths, sharding or self.sharding)
         lasting, busy = ranks.windows(part)
         hidden, on_links = hidden_across_layers(transfers, lasting, busy)
-        slower = waiting_share(self.job.cluster, self.job.stack, gathers_once=self.sharding.gathers_once)
+        slower: Any = waiting_share(self.job.cluster, self.job.stack, gathers_once=self.sharding.gathers_once)
+        if self.job.training.lengths is not None:
+            waits = [length_wait(self.job.training, block.group.base.data_parallel) for block in self.blocks]
+            slower = slower + by_row(np.array(waits), lengths) / np.sqrt(self.rows.sequences[part])
         layers = lasting["forward"] + lasting["backward"]
         tail = ranks.once_seconds[:, None, part] + by_row(self.end_seconds, lengths) + slower * layers
         left = {which: waiting(transfers, hidden, on_links, which) for which in PASSES}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from shardwise.collectives import CollectiveKind, Topology
 from shardwise.cost.compute.operators import fully_recomputed_share
 from shardwise.cost.memory.activations import key_value_features
-from shardwise.cost.traffic.traffic import Traffic, Window, priced
+from shardwise.cost.traffic.traffic import Traffic, Window, in_passes, priced
 from shardwise.layout.groups import group_runs
 from shardwise.layout.network import Neighbours, spanned
 from shardwise.layout.payloads import Payload, Role, sent_backward, sent_forward
@@ -25,7 +25,7 @@ def context_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     if topology is None or not contents.layers:
         return []
     method = {"ring": _ring, "all-gather": _gather, "ulysses": _ulysses}[job.strategy.context_method]
-    return method(job, contents, topology)
+    return in_passes(job, method(job, contents, topology))
 
 
 def _again(job: Job, contents: RankContents) -> float:
@@ -42,7 +42,7 @@ def _again(job: Job, contents: RankContents) -> float:
 def _ring(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]:
     """Every rank sends its keys and values cp−1 times in the forward pass; in the backward also their gradients."""
     strategy, message = job.strategy, CollectiveKind.SEND_RECV
-    chunk = job.microbatch_tokens * key_value_features(job) * job.training.recipe.communication
+    chunk = job.computed_tokens * key_value_features(job) * job.training.recipe.communication
     calls = contents.layers * job.microbatches * (strategy.cp - 1)
 
     def line(payload: Payload, count: float, window: Window, again: float = 0) -> Traffic:
@@ -56,7 +56,7 @@ def _ring(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]
 
 
 def _gather(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]:
-    size = job.microbatch_tokens * job.strategy.cp * key_value_features(job) * job.training.recipe.communication
+    size = job.computed_tokens * job.strategy.cp * key_value_features(job) * job.training.recipe.communication
     exposed = (size, contents.layers * job.microbatches, topology, job.strategy.collective)
     gather, scatter = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER
     return [
@@ -80,7 +80,7 @@ def _ulysses(job: Job, contents: RankContents, topology: Topology) -> list[Traff
     If there are fewer key-value heads than ranks, they are repeated until every rank has one.
     """
     strategy = job.strategy
-    size = job.microbatch_tokens * exchanged_features(job) * job.training.recipe.communication / 4
+    size = job.computed_tokens * exchanged_features(job) * job.training.recipe.communication / 4
     calls = 4 * contents.layers * job.microbatches  # q, k, v and the output: four exchanges of this mean size
     exposed = (CollectiveKind.ALL_TO_ALL, size, calls, topology, strategy.collective)
     return [

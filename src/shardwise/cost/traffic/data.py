@@ -173,7 +173,7 @@ def data_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     dense_units, expert_units = communication_units(job, contents, strategy.gradient_group, gathers_once=once)
     dense, experts = sent_parameters(job, strategy, contents)
     traffics = _group_traffic(job, Share.DENSE, dense.over(dense_units), dense_units, dense_ranks(strategy, shards))
-    if contents.experts:
+    if contents.experts or contents.frozen_experts:
         each = experts.over(expert_units)
         traffics += _group_traffic(job, Share.EXPERTS, each, expert_units, expert_ranks(strategy, shards))
     return traffics
@@ -190,6 +190,8 @@ class SentParameters(NamedTuple):
     multiplied: Any = 0.0  # those that an FP8 recipe multiplies in FP8
     tensors: Any = 1.0  # weights of layers
     whole: Any = 1.0  # the share of all of a rank's parameters that these are
+    frozen: Any = 0.0  # bytes of frozen weights in layers, which are gathered for every use or never
+    frozen_ends: Any = 0.0  # the same of embedding and head
 
     def broadcasts(self, owners: Any) -> Any:
         """How many it takes where every owner sends all its weights at once; a share of one, if these are a part."""
@@ -212,10 +214,12 @@ def sent_parameters(job: Job, strategy: Strategy, contents: RankContents) -> tup
     dense = whole(contents.dense, strategy.gradient_group)
     experts = whole(contents.experts, strategy.expert_data_parallel)
     in_fp8 = contents.layer_matrices, contents.experts * job.stack.fp8_experts
-    tensors = tensors_of(model, strategy, contents)
+    tensors, recipe = tensors_of(model, strategy, contents), job.recipe
+    frozen = (contents.frozen_matrices * recipe.frozen_gathered, contents.frozen_others * recipe.gathered)
+    of_experts = contents.frozen_experts * recipe.of_experts.frozen_gathered
     return (
-        SentParameters(contents.dense, contents.layer_matrices, *thin[0], dense, in_fp8[0], tensors[0]),
-        SentParameters(contents.experts, contents.experts, *thin[1], experts, in_fp8[1], tensors[1]),
+        SentParameters(contents.dense, contents.layer_matrices, *thin[0], dense, in_fp8[0], tensors[0], 1.0, *frozen),
+        SentParameters(contents.experts, contents.experts, *thin[1], experts, in_fp8[1], tensors[1], 1.0, of_experts),
     )
 
 
@@ -263,6 +267,7 @@ class GradientWire(NamedTuple):
     synchronise: Synchronise = Synchronise()  # when workers synchronise
     narrower: float = 0.0  # bytes saved for each parameter that is gathered for every use and multiplied in FP8
     owned: bool = False  # every parameter has one owner under ZeRO-1 (`Stack.owned_parameters`)
+    forward_passes: int = 1  # of a microbatch, for each of which weights are gathered
 
 
 def wire_bytes(job: Job, pp: int) -> GradientWire:
@@ -276,7 +281,7 @@ def wire_bytes(job: Job, pp: int) -> GradientWire:
     narrower = job.recipe.gathered - job.recipe.gathered_for_every_use
     return GradientWire(
         gradient, gathered, late, fsdp, fsdp and pp == 1, compression, job.strategy.synchronise, narrower,
-        stack.owned_parameters,
+        stack.owned_parameters, job.training.forward_passes,
     )  # fmt: skip
 
 
@@ -332,7 +337,8 @@ def data_lines(
     whole, part = unit.all * gradient, unit.all * gradient / shards
     again = not (sharding.gathers_once or sharding.offload.weights)
     less = unit.multiplied * wire.narrower if again else 0.0
-    gathered = unit.all * weight - less
+    frozen, frozen_ends = (0.0, 0.0) if sharding.gathers_once else (unit.frozen, unit.frozen_ends)
+    gathered = unit.all * weight - less + frozen + frozen_ends
     owned = wire.owned and sharding.gathers_once
     gather, scatter = CollectiveKind.ALL_GATHER, CollectiveKind.ALL_REDUCE if owned else CollectiveKind.REDUCE_SCATTER
     # A broadcast passes on as many bytes as a gather, over as many hops.
@@ -346,7 +352,7 @@ def data_lines(
             gather,
             "shards",
             gathered / pieces,
-            gathers * pieces,
+            (gathers if sharding.gathers_once else gathers * wire.forward_passes) * pieces,
             gather_share,
             sharding.gathers_once,
         ),
@@ -359,7 +365,7 @@ def data_lines(
     else:
         lines.append(_meeting(unit, part, wire.synchronise))
     if not sharding.gathers_once:
-        once_more = unit.in_layers * weight - less if wire.ends_once else gathered
+        once_more = unit.in_layers * weight - less + frozen if wire.ends_once else gathered
         lines.insert(0, DataLine(sent_backward(Role.PARAMETERS), gather, "shards", once_more, microbatches, 1.0, False))
     return lines
 

@@ -18,7 +18,7 @@ from shardwise.collectives.work import Work, settle
 from shardwise.cost.compute.operators import OperatorRole, fully_recomputed_share, layer_operators
 from shardwise.cost.compute.roofline import operator_seconds
 from shardwise.cost.step.stage_time import layer_shape
-from shardwise.cost.traffic.traffic import Traffic, Window, priced
+from shardwise.cost.traffic.traffic import Traffic, Window, in_passes, priced
 from shardwise.layout.groups import expected_destinations, expert_runs
 from shardwise.layout.network import level_names, spanned
 from shardwise.layout.payloads import Pass, Payload, Role, sent_backward, sent_forward
@@ -39,7 +39,7 @@ def expert_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     # Tensor-parallel ranks with the same tokens (no sequence parallelism) each send their share of them to every rank
     # that splits an expert.
     copies = 1 if strategy.sequence_parallel else min(strategy.tp, strategy.expert_tensor_parallel)
-    region = job.microbatch_tokens / strategy.tp * copies
+    region = job.computed_tokens / strategy.tp * copies
     calls = contents.moe_layers * job.microbatches
     again = 1.0 if "experts" in job.recomputed_operators else fully_recomputed_share(job, contents)
     # DeepSeek-V3 dispatches in the 8-bit format that the expert's first matmul reads; combining stays in 16 bit.
@@ -53,7 +53,7 @@ def expert_traffic(job: Job, contents: RankContents) -> list[Traffic]:
             window: Window = payload.in_pass if strategy.overlap.ep else "none"
             alone = 1 - _share_beside_chunks(job, traffic) if job.stack.ep_overlap == "chunks" else 0.0
             traffics.append(replace(traffic, window=window, repeated=more / (1 + more), unhideable=alone))
-    return traffics
+    return in_passes(job, traffics)
 
 
 def beside_other_microbatches(pp: int, microbatches: Any) -> Any:
@@ -86,7 +86,7 @@ def _experts_seconds(job: Job, which: Pass) -> tuple[float, float]:
     """The matmuls of a layer's routed experts, and of its shared expert, for one microbatch."""
     device, recipe, stack = job.cluster.device, job.training.recipe, job.running_stack
     by_role = {OperatorRole.EXPERTS: 0.0, OperatorRole.MLP: 0.0}
-    for operator in layer_operators(job.model, layer_shape(job), moe=True):
+    for operator in layer_operators(job.model, layer_shape(job), moe=True, tuning=job.training.tuning):
         if operator.role in by_role:
             seconds = operator_seconds(operator, device, recipe, stack)
             by_role[operator.role] += float(seconds.forward if which == "forward" else seconds.backward)

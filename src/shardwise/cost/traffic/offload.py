@@ -16,7 +16,7 @@ from shardwise.collectives import CollectiveKind, Level, Topology
 from shardwise.collectives.arrays import maximum, minimum, select
 from shardwise.collectives.shapes import Switch
 from shardwise.cost.memory.device import offloaded_activations
-from shardwise.cost.memory.states import StateBytes, owned_parameters, rank_state_bytes
+from shardwise.cost.memory.states import StateBytes, rank_state_bytes, updated_parameters
 from shardwise.cost.memory.sum import first_elements, head_elements, last_layer_stays, moved_share, share_on_device
 from shardwise.cost.step.stage_time import part_seconds, stage_seconds
 from shardwise.cost.traffic.traffic import Traffic, Window, collective_price, priced
@@ -78,14 +78,14 @@ def state_lines(
     gradients is known, since the norm may skip the step: no pass is left to overlap them with.
     """
     offload, m = sharding.offload, microbatches
-    owned, disk = owned_parameters(contents, sharding), offload.target == "nvme"
+    updated, disk = updated_parameters(contents, sharding), offload.target == "nvme"
     weights, again = _gathered_weights(contents, sharding, recipe, pp)
-    gradients = (owned if sharding.gradients_sharded else contents.total) * recipe.gradient * offload.gradients
+    gradients = (updated if sharding.gradients_sharded else contents.total) * recipe.gradient * offload.gradients
     if recipe.fp32_shards:
-        gradients = owned * 4 * offload.gradients
+        gradients = updated * 4 * offload.gradients
     gradient, weight, master = _update_elements(sharding, recipe)
-    apart = owned * max(0.0, offload.optimizer - offload.weights)  # updated on the host, computed with on the device
-    down, up = owned * max(0.0, offload.optimizer - offload.gradients) * gradient, apart * weight
+    apart = updated * max(0.0, offload.optimizer - offload.weights)  # updated on the host, computed with on the device
+    down, up = updated * max(0.0, offload.optimizer - offload.gradients) * gradient, apart * weight
     own = recipe.fp32_shards
     hidden = not own
     on_disk = (states.stored + (0.0 if hidden else weights)) * disk
@@ -93,9 +93,11 @@ def state_lines(
     loads = gathers
     if on_device:
         first, head = (each(contents, sharding, tied=tied) for each in (first_elements, head_elements))
-        elements = owned * offload.optimizer
-        last = maximum(0.0, elements - (owned - head)) / maximum(1.0, elements)  # the share that is the head's
-        update = _device_update(elements, first, last, states.stored + owned * 4 * offload.weights, m, contents.layers)
+        elements = updated * offload.optimizer
+        last = maximum(0.0, elements - (updated - head)) / maximum(1.0, elements)  # the share that is the head's
+        update = _device_update(
+            elements, first, last, states.stored + updated * 4 * offload.weights, m, contents.layers
+        )
         loads = gathers - (offload.weights > 0)  # the first forward pass has them from the update
     else:
         update = [
@@ -170,13 +172,23 @@ def _gathered_weights(contents: RankContents, sharding: Sharding, recipe: Recipe
     This project's engine loads fp32 shards, and for the backward pass only those of the layers: the ends of the network
     stay gathered, or are not needed, and the last layer may stay too.
     """
-    owned, share = owned_parameters(contents, sharding), sharding.offload.weights
+    updated, share = updated_parameters(contents, sharding), sharding.offload.weights
     if not recipe.fp32_shards:
-        weights = select(sharding.zero == 3, owned, contents.total) * recipe.weight * share
-        return weights, weights
+        weights = select(sharding.zero == 3, updated, contents.total) * recipe.weight * share
+        frozen = share * _frozen(contents, sharding, recipe)
+        return weights + frozen, weights + frozen
     layers = contents.layer_matrices / sharding.shards + contents.experts / sharding.expert_shards
     most = select(last_weights_stay(pp, sharding), _before_last(contents.layers), 1.0)
-    return owned * 4 * share, layers * 4 * minimum(share, most) * (not sharding.gathers_once)
+    frozen = _frozen(contents, sharding, recipe)
+    again = (layers * 4 + frozen) * minimum(share, most) * (not sharding.gathers_once)
+    return updated * 4 * share + frozen * share, again
+
+
+def _frozen(contents: RankContents, sharding: Sharding, recipe: Recipe) -> Any:
+    """Bytes of a device's frozen weights in layers, as they are kept."""
+    each = recipe.base or (4.0 if recipe.fp32_shards else recipe.weight)
+    shards, expert_shards = (select(sharding.zero == 3, part, 1) for part in (sharding.shards, sharding.expert_shards))
+    return each * (contents.frozen_matrices / shards + contents.frozen_experts / expert_shards)
 
 
 def _update_elements(sharding: Sharding, recipe: Recipe) -> tuple[Any, Any, Any]:

@@ -47,7 +47,7 @@ def message_traffic(job: Job, payload: Payload) -> Traffic | None:
     strategy, over = job.strategy, boundary(job)
     if over is None:
         return None
-    size = job.microbatch_tokens * job.model.hidden * job.training.recipe.communication
+    size = job.computed_tokens * job.model.hidden * job.training.recipe.communication
     scattered = job.stack.scattered_messages and not strategy.sequence_parallel
     sent = size / strategy.tp if strategy.sequence_parallel or scattered else size
     messages = job.microbatches * strategy.chunks_per_rank

@@ -21,15 +21,16 @@ from shardwise.cost.compute.operators import (
 )
 from shardwise.cost.compute.roofline import Seconds, operator_seconds
 from shardwise.cost.step.stage_time import layer_shape
-from shardwise.cost.traffic.traffic import Traffic, Window, priced
+from shardwise.cost.traffic.traffic import Traffic, Window, in_passes, priced
 from shardwise.layout.groups import expected_destinations, expert_tensor_runs, group_runs
 from shardwise.layout.network import spanned
 from shardwise.layout.payloads import Payload, Phase, Role, Share, sent_backward, sent_forward
 from shardwise.layout.pieces import share_beside_products
-from shardwise.layout.stages import RankContents
+from shardwise.layout.stages import RankContents, layers_of_kind
+from shardwise.spec.fine_tuning import NOTHING, Tuning
 from shardwise.spec.job import Job
 from shardwise.spec.model import MixtureOfExperts, Split
-from shardwise.spec.parameters import layer_parameters
+from shardwise.spec.parameters import tuned_layer
 from shardwise.spec.strategy import Strategy
 
 
@@ -41,7 +42,7 @@ def tensor_traffic(job: Job, contents: RankContents) -> list[Traffic]:
         traffics += _layer_traffic(job, contents, topology)
         traffics += _vocabulary_traffic(job, contents, topology)
         traffics += replicated_gradient_traffic(job, contents)
-    return traffics + _expert_tensor_traffic(job, contents)
+    return in_passes(job, traffics + _expert_tensor_traffic(job, contents))
 
 
 def _blocks(job: Job, contents: RankContents) -> tuple[int, int]:
@@ -102,7 +103,7 @@ def _wide_norm_traffic(job: Job, contents: RankContents, topology: Topology, aga
     """Norms over the queries, and over the keys, of all ranks: an fp32 sum of squares a token, and its gradient."""
     if not job.model.qk_norm_whole:
         return []
-    size, calls, role = 4 * job.microbatch_tokens, 2 * contents.layers * job.microbatches, Role.SUMS_OF_SQUARES
+    size, calls, role = 4 * job.computed_tokens, 2 * contents.layers * job.microbatches, Role.SUMS_OF_SQUARES
     reduced = (CollectiveKind.ALL_REDUCE, size, calls, topology, job.strategy.collective)
     return [priced("tp", sent_forward(role), *reduced, again), priced("tp", sent_backward(role), *reduced, 0.0)]
 
@@ -114,7 +115,7 @@ def _latent_traffic(job: Job, contents: RankContents, topology: Topology, again:
         return []
 
     def line(payload: Payload, kind: CollectiveKind, features: int, again: float = 0.0) -> Traffic:
-        size = job.microbatch_tokens * features * job.training.recipe.communication
+        size = job.computed_tokens * features * job.training.recipe.communication
         return priced("tp", payload, kind, size, calls, topology, strategy.collective, again)
 
     narrow, gather = mla.narrow_features, CollectiveKind.ALL_GATHER
@@ -158,7 +159,7 @@ def _beside_its_product(job: Job, topology: Topology, line: _Line, products: _Pr
     (`collectives.decomposed`).
     """
     strategy = job.strategy
-    size = job.microbatch_tokens * job.model.hidden * job.training.recipe.communication
+    size = job.computed_tokens * job.model.hidden * job.training.recipe.communication
     at_once = line.independent and job.stack.tp_gradients == "beside"
     times = sum(line.times)
     whole = priced("tp", line.payload, line.kind, size, times * job.microbatches, topology, strategy.collective)
@@ -183,7 +184,7 @@ class _Products:
         self._layers: list[dict[Split, list[Seconds]]] = []
         for layers, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
             by_split: dict[Split, list[Seconds]] = {"column": [], "row": []}
-            for operator in layer_operators(job.model, shape, moe=moe) if layers else ():
+            for operator in layer_operators(job.model, shape, moe=moe, tuning=job.training.tuning) if layers else ():
                 if operator.split != "none":
                     by_split[operator.split].append(operator_seconds(operator, device, recipe, stack))
             self._layers.append(by_split)
@@ -203,31 +204,35 @@ def replicated_gradient_traffic(job: Job, contents: RankContents) -> list[Traffi
     Under sequence parallelism each rank has those of its own tokens, summed once per step (Megatron-LM
     finalize_model_grads).
     """
-    topology = spanned(job.cluster, group_runs(job.strategy, ("tp",)), "strategy.tp")
-    if topology is None or not job.strategy.sequence_parallel:
+    topology, tuning = spanned(job.cluster, group_runs(job.strategy, ("tp",)), "strategy.tp"), job.training.tuning
+    if topology is None or not (job.strategy.sequence_parallel or tuning.adapters):
         return []
+    if not job.strategy.sequence_parallel:  # of one half of each adapter a rank has a part of the sum
+        tuning = replace(tuning, patterns=NOTHING.patterns)
     replicated = sum(
-        count * _replicated_parameters(job, moe)
+        count * _replicated_parameters(job, tuning, moe)
         for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True))
     )
-    if contents.has_embedding and job.model.positions == "learned":
+    if contents.has_embedding and job.model.positions == "learned" and tuning.trains("embedding"):
         replicated += job.model.max_seq * job.model.hidden
     size = replicated * job.training.recipe.gradient
     payload = sent_backward(Role.UNSPLIT_GRADIENTS)
     return [priced("tp", payload, CollectiveKind.ALL_REDUCE, size, 1, topology, job.strategy.collective, once=True)]
 
 
-def _replicated_parameters(job: Job, moe: bool) -> float:
+def _replicated_parameters(job: Job, tuning: Tuning, moe: bool) -> float:
     """Of one layer: a rank holds R + S/t, the layer has R + S, so R = (t·held − whole)/(t − 1)."""
-    tp = job.strategy.tp
-    held = layer_parameters(job.model, moe=moe, tensor_parallel=tp).dense
-    return (tp * held - layer_parameters(job.model, moe=moe).dense) / (tp - 1)
+    tp, layers = job.strategy.tp, layers_of_kind(job.model, moe=moe)
+    held, whole = (
+        tuned_layer(job.model, tuning, layers, moe=moe, tensor_parallel=ranks).trained.dense for ranks in (tp, 1)
+    )
+    return (tp * held - whole) / (tp - 1)
 
 
 def _vocabulary_traffic(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]:
     """Vocabulary-parallel embedding and loss on the ends of the pipeline."""
     strategy, m = job.strategy, job.microbatches
-    hidden = job.microbatch_tokens * job.model.hidden * job.training.recipe.communication
+    hidden = job.computed_tokens * job.model.hidden * job.training.recipe.communication
     gather = CollectiveKind.ALL_GATHER
     reduce = CollectiveKind.REDUCE_SCATTER if strategy.sequence_parallel else CollectiveKind.ALL_REDUCE
 
@@ -249,7 +254,7 @@ def _vocabulary_traffic(job: Job, contents: RankContents, topology: Topology) ->
         elif strategy.sequence_parallel:
             traffics.append(line(Payload(Role.HEAD_INPUT, Phase.BOTH), gather, 2 * losses))
         traffics.append(line(sent_backward(Role.HEAD_INPUT_GRADIENT), reduce, losses))
-        logits = 3 * 4 * job.microbatch_tokens  # maximum, target logit and sum of exponentials of every token, fp32
+        logits = 3 * 4 * job.computed_tokens  # maximum, target logit and sum of exponentials of every token, fp32
         traffics.append(line(sent_backward(Role.LOSS), CollectiveKind.ALL_REDUCE, losses, logits))
     return traffics
 
@@ -266,11 +271,11 @@ def _expert_tensor_traffic(job: Job, contents: RankContents) -> list[Traffic]:
         return []
     if same_tokens:
         kinds = _around_equal_tokens(strategy.expert_tensor_parallel > 1)
-        rows = job.microbatch_tokens
+        rows = job.computed_tokens
     else:
         kinds = _AROUND_TOKENS
         copies = _copies_of_a_token(model.moe, strategy)
-        rows = job.microbatch_tokens / strategy.tp * copies * strategy.expert_tensor_parallel
+        rows = job.computed_tokens / strategy.tp * copies * strategy.expert_tensor_parallel
     size = rows * model.hidden * job.training.recipe.communication
     calls = contents.moe_layers * job.microbatches
     share = fully_recomputed_share(job, contents)

@@ -10,9 +10,11 @@ from typing import Any, Literal
 
 from shardwise.collectives import CollectiveCost, CollectiveKind, Topology, collective_cost
 from shardwise.collectives.arrays import is_array, maximum, minimum
+from shardwise.cost.compute.operators import gradient_share
 from shardwise.layout.network import level_names
 from shardwise.layout.payloads import PASSES, Pass, Payload
 from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
 
 # -- Overlap of communication with computation, for one rank (numbers) and a table of strategies (columns) alike
 
@@ -298,6 +300,19 @@ class Traffic:
     def bytes_sent(self) -> float:
         """Bytes the busiest device sends in the whole step."""
         return self.count * float(self.cost.sent_bytes)
+
+
+def in_passes(job: Job, traffics: list[Traffic]) -> list[Traffic]:
+    """Traffic inside layers, as often as its passes run: backward only where a gradient flows; forward once more for
+    the reference of a preference."""
+    flows = gradient_share(job.model, job.training.tuning)
+    times = {"backward": flows, "forward": job.training.forward_passes}
+    if set(times.values()) == {1}:
+        return traffics
+    return [
+        replace(traffic, count=traffic.count * times[traffic.in_pass]) if traffic.in_layer else traffic
+        for traffic in traffics
+    ]
 
 
 def priced(

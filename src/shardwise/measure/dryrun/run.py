@@ -7,7 +7,13 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from shardwise.collectives import CollectiveKind
-from shardwise.cost.compute.operators import ends_operators, fully_recomputed_share, layer_operators, share_run_again
+from shardwise.cost.compute.operators import (
+    Operator,
+    ends_operators,
+    fully_recomputed_share,
+    layer_operators,
+    share_run_again,
+)
 from shardwise.cost.memory.device import memory_of_rank
 from shardwise.cost.step.stage_time import layer_shape
 from shardwise.cost.traffic.execution import step_traffic
@@ -124,13 +130,21 @@ def planned_flops(job: Job, pipeline_rank: int, context_rank: int) -> dict[str, 
     shape, share = layer_shape(job, context_rank), fully_recomputed_share(job, contents)
     flops = {"product": 0.0, "attention": 0.0, "traffic": 0.0}
     for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
-        for operator in layer_operators(job.model, shape, moe=moe):
+        for operator in layer_operators(job.model, shape, moe=moe, tuning=job.training.tuning):
             flops[operator.kind] += (
-                count * operator.flops * operator.attended * (3 + share_run_again(job, operator, share))
+                count
+                * operator.flops
+                * operator.attended
+                * (_passes_of(operator) + share_run_again(job, operator, share))
             )
-    for operator in ends_operators(job.model, shape) if contents.has_head else ():
-        flops[operator.kind] += 3 * operator.flops
+    for operator in ends_operators(job.model, shape, job.training.tuning) if contents.has_head else ():
+        flops[operator.kind] += _passes_of(operator) * operator.flops
     return {"products": flops["product"] * job.microbatches, "attention": flops["attention"] * job.microbatches}
+
+
+def _passes_of(operator: Operator) -> float:
+    """Forward, the gradient of inputs, and that of weights; attention has no weights, and two products for inputs."""
+    return 1 + operator.flows + (operator.trained if operator.kind == "product" else operator.flows)
 
 
 def compared_flops(planned: Mapping[str, float], traced: Mapping[str, float]) -> list[Compared]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwise.collectives import CollectiveKind
 from shardwise.cost.memory import sum as memory_sum
-from shardwise.cost.memory.states import owned_parameters
+from shardwise.cost.memory.states import updated_parameters
 from shardwise.engine import profiler_ranges
 from shardwise.engine.collectives.reductions import SCRATCH
 from shardwise.engine.context import blocks
@@ -128,8 +128,8 @@ def updates_in_one_pass() -> AbstractContextManager[None]:
 
 def chunks_of_all_layers(job: Job, pipeline_rank: int) -> AbstractContextManager[None]:
     """Makes offloaded states come to the device in chunks as large as with all layers of the rank."""
-    owned = owned_parameters(rank_contents(job, pipeline_rank), sharding_of(job.strategy))
-    elements = int(owned * job.strategy.offload.optimizer)
+    updated = updated_parameters(rank_contents(job, pipeline_rank), sharding_of(job.strategy))
+    elements = int(updated * job.strategy.offload.optimizer)
 
     def chunk(of_traced: int, most: int = UPDATE_CHUNK_ELEMENTS) -> int:
         return int(update_chunk(elements, most))

@@ -220,15 +220,16 @@ class PlanExplanation:
         return f"{self._standing()} {self._next()}"
 
     def _standing(self) -> str:
-        if self.within == 1:
-            return f"It is the only layout within noise ({self.noise.share:.1%}) of the fastest."
-        gap = self.first.loss_to(self.fastest)
-        fastest = "itself" if self.fastest is self.first else f"{strategy_words(self.fastest.job.strategy)}"
+        if self.within == 1 and self.first is self.fastest:
+            slower = "" if self.second is None else f", and every other layout takes over {self.noise.share:.1%} longer"
+            return f"It is the fastest{slower}."
+        noise, gap = f"noise ({self.noise.share:.1%})", self.first.loss_to(self.fastest)
+        fastest = "itself" if self.first is self.fastest else f"{strategy_words(self.fastest.job.strategy)}"
         margin = "" if gap < TIE else f" and takes {gap:+.1%}"
-        return (
-            f"It is the simplest of {self.within} layouts within noise ({self.noise.share:.1%}) of the fastest "
-            f"({fastest}){margin}."
-        )
+        if self.within == 1:
+            form = f"It is the simplest form of the fastest layout, within {noise} of its fastest ({fastest}){margin}"
+            return f"{form}; every other layout takes longer than that."
+        return f"It is the simplest of {self.within} layouts within {noise} of the fastest ({fastest}){margin}."
 
     def _next(self) -> str:
         if self.second is None:
@@ -239,7 +240,8 @@ class PlanExplanation:
             left = f"; it leaves {readable_bytes(more)} more" if more > 0 else ""
             takes = "ties" if abs(self.loss) < TIE else f"takes {self.loss:+.1%} against 1"
             return f"{text}{takes} ({self.differences}) and {why_behind(self.first, self.second)}{left}."
-        text += f"takes {self.loss:+.1%} against 1: {self.differences}"
+        slower = "" if self.first is self.fastest else f", {self.second.loss_to(self.fastest):+.1%} against the fastest"
+        text += f"takes {self.loss:+.1%} against 1{slower}: {self.differences}"
         if self.turnings is None:
             return f"{text}."
         if not self.turnings:

@@ -13,12 +13,12 @@ from shardwise.cost.memory.states import rank_state_bytes
 from shardwise.cost.memory.transient import gathered_bytes
 from shardwise.cost.step.prediction import rank_prediction
 from shardwise.layout.sharding import sharding_of
-from shardwise.layout.stages import RankContents, rank_contents, stages_of_rank
+from shardwise.layout.stages import RankContents, layers_of_kind, rank_contents, stages_of_rank
 from shardwise.pipeline import Layers, Place, layers_of, partition_over
 from shardwise.planner.candidate import Candidate, candidate
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
-from shardwise.spec.parameters import layer_parameters
+from shardwise.spec.parameters import tuned_layer
 from shardwise.spec.rules import stage_layer_counts
 from shardwise.spec.schedules import PLAIN
 from shardwise.spec.strategy import Strategy
@@ -100,14 +100,20 @@ def _plain(job: Job, pp: int, counts: tuple[int, ...]) -> Strategy:
 def _layer(job: Job, moe: bool, timed: Piece | None) -> Piece:
     """The mean layer of a rank: recompute may cover only some of its layers."""
     strategy, count = job.strategy, max(1, job.model.layers // job.strategy.pp)
-    each = layer_parameters(
+    each = tuned_layer(
         job.model,
+        job.training.tuning,
+        layers_of_kind(job.model, moe=moe),
         moe=moe,
         tensor_parallel=strategy.tp,
         expert_parallel=strategy.ep,
         expert_tensor_parallel=strategy.expert_tensor_parallel,
     )
-    parameters = (count * (each.dense - each.norms), count * each.norms, count * each.experts)
+    parameters = [
+        count * part
+        for kept in (each.trained, each.frozen)
+        for part in (kept.dense - kept.norms, kept.norms, kept.experts)
+    ]
     all_of_them = RankContents(1, 0 if moe else count, count if moe else 0, False, False, *parameters)
     layer = _piece(job, all_of_them, timed) / count
     return layer if timed is None else replace(layer, seconds=timed.seconds)

@@ -126,7 +126,9 @@ class Recorder:
             self.sinks.append(_WeightsAndBiases(job, job.run.logging.wandb, folder))
         self.predicted = read_prediction(folder)
         peak = job.peak_flops
-        self._least_seconds = flops_per_token(job.model, job.training.seq) * job.tokens_per_step / peak
+        self._least_seconds = (
+            flops_per_token(job.model, job.training.seq, tuning=job.training.tuning) * job.tokens_per_step / peak
+        )
         missing = spelled_ranges(missing_steps(read_lines(self.lines.path), step))
         if missing and not any(record.get("steps_missing") == missing for record in read_lines(self.lines.path)):
             self.write({"step": step, "steps_missing": missing})

@@ -1,97 +1,26 @@
-"""A job's model and cluster, by name or bare numbers (`--params 70e9 ...`); and jobs of other frameworks."""
+"""A model and a cluster made of bare numbers: `--params 70e9 --layers 80 ... --topology ring --gpus 64`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from shardwise.api.quantities import exclusive, whole_number
-from shardwise.interop.jobs import model_from
 from shardwise.spec.bare import TOPOLOGIES, BareNumbers, Size, StandIn
-from shardwise.spec.clusters import job_cluster_from, mixed_kinds, parse_shape, squarest
+from shardwise.spec.clusters import parse_shape, squarest
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.model import Model
 from shardwise.spec.network import NetworkLevel
 from shardwise.spec.units import parse
 
-if TYPE_CHECKING:
-    from shardwise.interop.frameworks import Configuration
-
-DEFAULT_CLUSTER = "dgx-h100"
 DEFAULT_VOCAB = 32_000
 DEFAULT_DEVICE = "h100-sxm"
 DEFAULT_LATENCY = "5us"
-_DEGREES = tuple(f"strategy.{name}" for name in ("tp", "cp", "dp", "pp", "ep"))
 
 
-def imported(
-    configuration: Configuration, numbers: BareNumbers, overrides: Mapping[str, Any]
-) -> tuple[dict[str, Any], list[str]]:
-    """The fields of a job from another framework's configuration, and notes for the user."""
-    notes, framework = [], configuration.framework
-    known: dict[str, Any] = {path: overrides[path] for path in ("model", "cluster") if path in overrides}
-    if not numbers.given("cluster") and "cluster" not in known:
-        if numbers.gpus is None:
-            remedy = f"give ⟨gpus=64⟩ for a {DEFAULT_CLUSTER}, or ⟨cluster=dgx-h100:8⟩ (`shardwise list clusters`)"
-            raise SpecError("cluster", f"is not in a {framework} configuration", remedy)
-        known["cluster"] = DEFAULT_CLUSTER
-        notes.append(f"no cluster is given: {numbers.gpus} devices of a {DEFAULT_CLUSTER} are assumed")
-    machine = cluster(numbers, known)
-    named = numbers.given("model") or "model" in known
-    shape = model(numbers, {**known, "strategy": {"tp": overrides.get("strategy.tp", 1)}}) if named else None
-    given = {path: whole_number(str(overrides[path]), path) for path in _DEGREES if path in overrides}
-    # The first reading only finds the degrees; together with those of flags they give the data-parallel degree.
-    degrees = {**configuration.read(shape, given=given).fields, **given}
-    others = math.prod(int(degrees.get(f"strategy.{name}") or 1) for name in ("tp", "cp", "pp"))
-    if degrees.get("strategy.dp") is None and machine.devices % others == 0:
-        given["strategy.dp"] = machine.devices // others
-    read = configuration.read(shape, machine, given)
-    fields = {**read.nested(), **known}
-    if read.no_model and "model" not in fields and shape is None:
-        raise read.without_model()
-    if isinstance(fields.get("model"), dict):
-        fields["model"] = {"name": f"from-{framework}", **fields["model"]}
-    return fields, [*notes, *read.notes, *read.not_priced]
-
-
-def model(numbers: BareNumbers, fields: Mapping[str, Any]) -> Model:
-    """The model that bare numbers describe, or that the fields of a job name or spell out."""
-    if numbers.given("model"):
-        strategy = fields.get("strategy")
-        return bare_model(numbers, strategy.get("tp", 1) if isinstance(strategy, Mapping) else 1)
-    if fields.get("model") is None:
-        raise SpecError("model", "is missing", "name one: ⟨model=llama3-8b⟩ (`shardwise list models`), or ⟨params=...⟩")
-    return model_from(fields["model"])
-
-
-def cluster(numbers: BareNumbers, fields: Mapping[str, Any]) -> Cluster:
-    """The cluster in the same way, cut to the devices asked for."""
-    if numbers.given("cluster"):
-        return bare_cluster(numbers)
-    if fields.get("cluster") is None:
-        remedy = "name one: ⟨cluster=dgx-h100:4⟩ (`shardwise list clusters`), or ⟨topology=...⟩ ⟨gpus=N⟩"
-        raise SpecError("cluster", "is missing", remedy)
-    try:
-        cluster = job_cluster_from(fields["cluster"])
-    except SpecError as error:
-        raise error.under("cluster" if not error.field.startswith("cluster") else "") from None
-    if mixed_kinds(cluster) is not None:
-        for flag, value in (("⟨gpus⟩", numbers.gpus), ("⟨gpus_per_node⟩", numbers.gpus_per_node)):
-            if value is not None:
-                raise SpecError(flag, f"{value}, but the cluster has several kinds of nodes", "give each its size")
-    if numbers.gpus_per_node is not None:
-        cluster = cluster.with_node_devices(whole_number(numbers.gpus_per_node, "⟨gpus_per_node⟩"))
-    if numbers.gpus is not None:
-        cluster = cluster.with_devices(whole_number(numbers.gpus, "⟨gpus⟩"))
-    return cluster
-
-
-# -- bare numbers
-
-
-def check(numbers: BareNumbers, overrides: Mapping[str, Any]) -> None:
+def check_bare_numbers(numbers: BareNumbers, overrides: Mapping[str, Any]) -> None:
     """Raises SpecError for bare numbers beside a named model or cluster, and for one that would change nothing."""
     for kind in get_args(StandIn):
         given = numbers.given(kind)

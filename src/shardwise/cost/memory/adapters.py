@@ -1,0 +1,44 @@
+"""What a layer keeps for its backward pass because of adapters, and which inputs frozen weights need not keep."""
+
+from __future__ import annotations
+
+from shardwise.layout.stages import layers_of_kind
+from shardwise.spec.fine_tuning import Part
+from shardwise.spec.job import Job
+from shardwise.spec.model import MatrixRole
+
+
+def input_share(job: Job, moe: bool, part: Part, roles: tuple[MatrixRole, ...]) -> float:
+    """The share of the layers that keep the input of some matrices, for their gradients or those of their adapters."""
+    tuning, layers = job.training.tuning, layers_of_kind(job.model, moe=moe)
+    adapters = tuning.adapters
+    own = part != "experts" or (adapters is not None and adapters.experts)
+    adapted = adapters is not None and own and not adapters.roles.isdisjoint(roles)
+    return max(tuning.trained_share(part, layers), tuning.adapted_share(layers) if adapted else 0.0)
+
+
+def adapter_bytes(job: Job, element: float, *, moe: bool) -> float:
+    """What the adapters of a layer keep, ``element`` bytes of each number; the mean of its kind of layers.
+
+    The results of the narrow first products; with dropout their inputs once for each matrix, and masks; with DoRA the
+    outputs that its lengths scale.
+    """
+    model, tuning, strategy = job.model, job.training.tuning, job.strategy
+    adapters, tokens, kept = tuning.adapters, job.microbatch_tokens, 0.0
+    assert adapters is not None
+    experts = model.moe if moe else None
+    width = experts.shared_ffn if experts else model.ffn
+    groups = [(tokens, strategy.tp, (*model.attention_matrices, *(model.mlp_matrices(width) if width else ())))]
+    if experts and adapters.experts:
+        ranks = strategy.expert_tensor_parallel
+        groups.append((tokens / strategy.tp * experts.top_k * ranks, ranks, model.mlp_matrices(experts.ffn)))
+    for rows, ranks, matrices in groups:
+        for matrix in filter(adapters.adapts, matrices):
+            kept += rows * adapters.rank * element
+            if adapters.dropout:
+                inputs = matrix.inputs * (matrix.share(ranks) if matrix.split == "row" else 1)
+                kept += rows * inputs * (element + 1)
+            if adapters.method == "dora":
+                outputs = matrix.outputs * (matrix.share(ranks) if matrix.split == "column" else 1)
+                kept += rows * outputs * element
+    return kept * tuning.adapted_share(layers_of_kind(model, moe=moe))
