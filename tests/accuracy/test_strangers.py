@@ -114,3 +114,12 @@ def test_the_slope_over_doublings_is_read_off_series_that_differ_in_devices_alon
     assert scale.series_of(few, errors) == []
     other = scale.Series("another", "", "no ZeRO", ((0.0, 0.0), (2.0, 0.04)))
     assert scale.over_sources([*series, other]) == (pytest.approx(0.015), 2)
+
+
+def test_twice_the_experts_at_equal_active_work_take_longer_as_measured() -> None:
+    """2.57 and 3.55 s: every expert computes as many rows as the fullest one, and twice the weights are gathered."""
+    few, many = runs()["kf_moe_e8"], runs()["kf_moe_e16"]
+    first, second = (predict(run.job).step_seconds for run in (few, many))
+    assert first == pytest.approx(few.reported_seconds, rel=0.2)
+    assert second == pytest.approx(many.reported_seconds, rel=0.2)
+    assert 1.1 < second / first < 1.5

@@ -71,6 +71,13 @@ _KEMPNER = (
         strategy={"keep_parameters": True},
         stack={"whole_ends": "both"},
     ),
+    Variant(
+        "mixtures",
+        "eager (benchmarks/moe_packed/moe_packed_bench.sh, compile_model); experts in batched matmuls, padded to the "
+        "fullest one (model/moe.py, grouped_expert_forward_packed)",
+        {"arch": "moe"},
+        stack={"experts": "padded", "elementwise": "eager", "gated_activation": "separate", "norms": "separate"},
+    ),
 )
 _NEMO = (
     Variant("GPT-3", "tied embeddings, learned positions and biases", {"model": "GPT"}, model=GPT3_BLOCK),

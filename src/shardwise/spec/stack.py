@@ -7,12 +7,16 @@ from typing import Any, Literal
 
 from shardwise.spec import presets
 from shardwise.spec.codec import Spec, count
+from shardwise.spec.model import Model
 from shardwise.spec.schedules import ScheduleRecord, StepEnds
 from shardwise.spec.strategy import Overlap, Strategy
 from shardwise.spec.training import PrecisionName, Recipe
 
 OWN = "shardwise"
 _CHANGED = "-changed"
+# Rows of the fullest expert over the mean, early in a training run (Tutel, Hwang et al. 2022, arXiv 2206.03382, section
+# 2: what an expert needs changes up to 4.38 times within a run); all tokens choose the same experts at most.
+_FULLEST_EXPERT = 4.38
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,8 +168,9 @@ class Stack(Spec):
     """Biases of experts are added inside the kernels of their MLP."""
     fused_permute: bool = False
     """Tokens are sorted by expert in one kernel."""
-    experts: Literal["grouped", "in turn"] = "grouped"
-    """Experts of a device: one grouped matmul, which has workspaces, or one after another."""
+    experts: Literal["grouped", "in turn", "padded"] = "grouped"
+    """Experts of a device: one grouped matmul, which has workspaces, one after another, or one batched matmul of as
+    many rows for every expert as the fullest one has."""
     parallel_blocks: Literal["joined", "apart"] = "joined"
     """Attention and MLP side by side share the moves of tensor parallelism, or not."""
     layers: Literal["torch", "megatron", "transformer engine"] = "torch"
@@ -181,6 +186,8 @@ class Stack(Spec):
     launches: Literal["ahead", "one by one"] = "ahead"
     """`one by one`: Python launches every kernel of a layer, which takes a host so long (`host_seconds` of a device's
     efficiency) that small microbatches wait for it; `ahead`: it is never the limit."""
+    module_hooks: bool = False
+    """ZeRO-3 fetches and releases parameters from Python, before and after every module of a layer in each pass."""
     routing: Literal["dropless", "capacity", "on device"] = "dropless"
     """Tokens per expert: read by the host (`dropless`), fixed (`capacity`), or known to the device alone."""
 
@@ -216,6 +223,12 @@ class Stack(Spec):
     def head_tensor_parallel(self, tp: int) -> int:
         """Ranks that split the output projection, of ``tp``."""
         return 1 if self.whole_ends == "both" else tp
+
+    def rows_of_experts(self, model: Model) -> float:
+        """How many times the rows of balanced routing the experts of a device compute."""
+        if self.experts != "padded" or model.moe is None:
+            return 1.0
+        return min(_FULLEST_EXPERT, model.moe.experts / model.moe.top_k)
 
     @property
     def launched_by_graphs(self) -> bool:

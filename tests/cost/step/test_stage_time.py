@@ -10,8 +10,9 @@ import pytest
 from shardwise.api.given import arguments_of
 from shardwise.api.inputs import job_from
 from shardwise.cost.compute.flops import recomputed_flops_per_token
+from shardwise.cost.compute.operators import OperatorRole, layer_operators
 from shardwise.cost.step.prediction import predict, stage_compute
-from shardwise.cost.step.stage_time import seconds_by_kind, stage_seconds, step_overhead
+from shardwise.cost.step.stage_time import layer_shape, seconds_by_kind, stage_seconds, step_overhead
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
@@ -134,3 +135,34 @@ def test_only_tokens_that_ranks_exchange_make_the_host_wait(strategy: dict[str, 
     arguments = arguments_of({"model": "mixtral-8x7b", "cluster": "dgx-h200", "gpus": gpus, **fields})
     job, _ = job_from(arguments, runs_here=True)
     assert (job.running_stack.routing == "dropless") == waits
+
+
+def test_padded_experts_compute_the_rows_of_the_fullest_one() -> None:
+    """Of 8 experts and two for a token: at most four times the mean, where all tokens choose the same two."""
+    fields = {"model": "mixtral-8x7b", "cluster": "dgx-h100:1", "strategy": {"dp": 8, "zero": 3}}
+    case = Job.from_dict({**fields, "training": {"seq": 4096, "global_batch": 8}, "stack": "pytorch"})
+    padded = replace(case, stack=case.stack.changed(experts="padded"))
+    rows = [
+        [one.rows for one in layer_operators(job.model, layer_shape(job), moe=True) if one.role is OperatorRole.EXPERTS]
+        for job in (case, padded)
+    ]
+    assert rows[1] == [4 * balanced for balanced in rows[0]]
+    assert case.model.moe
+    many = replace(case.model, moe=replace(case.model.moe, experts=64))
+    assert padded.stack.rows_of_experts(many) == pytest.approx(4.38)
+
+
+def test_hooks_of_zero_3_set_the_pace_of_small_microbatches() -> None:
+    """Qwen-7B by DeepSpeed on two A100: 4.0 s for 8 microbatches, of 256 tokens as of 512 (QwenLM/Qwen README)."""
+    fields = {"model": "qwen2.5-7b", "cluster": "dgx-a100:1", "stack": "deepspeed"}
+    seconds = {}
+    for zero in (2, 3):
+        for seq in (256, 512):
+            strategy = {"dp": 8, "zero": zero, "recompute": "full"}
+            training = {"seq": seq, "global_batch": 8}
+            case = Job.from_dict({**fields, "strategy": strategy, "training": training})
+            compute = stage_seconds(case, rank_contents(case, 0))
+            seconds[zero, seq] = float(compute.forward + compute.backward) / case.model.layers
+    assert seconds[3, 512] / seconds[3, 256] < 1.1
+    assert seconds[3, 256] == pytest.approx(13.6e-3, rel=0.05)
+    assert seconds[2, 256] < 0.6 * seconds[3, 256]

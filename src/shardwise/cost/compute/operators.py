@@ -57,6 +57,7 @@ class LayerShape:
     local_experts: float = 1.0
     dropout: bool = False
     attended_share: float = 1.0  # of the keys of a whole sequence, where documents attend to themselves
+    expert_rows: float = 1.0  # times those of balanced routing (`Stack.rows_of_experts`)
 
 
 @dataclass(frozen=True)
@@ -303,12 +304,12 @@ def _mlp(model: Model, shape: LayerShape, width: float, last: bool, *, in_mixtur
 
 
 def _experts(model: Model, shape: LayerShape, last: bool) -> list[Operator]:
-    """Router, permutation and grouped matmuls of the experts on this device, with balanced load."""
+    """Router, permutation and grouped matmuls of the experts on this device, balanced or padded to the fullest."""
     assert model.moe
     moe = model.moe
     # Tensor-parallel ranks divide the tokens even where all of them hold the same (no sequence parallelism).
     own = shape.tokens / shape.tp * moe.top_k
-    routed = own * shape.expert_tp
+    routed = own * shape.expert_tp * shape.expert_rows
     width = moe.ffn / shape.expert_tp
     up = (2 if model.gated else 1) * width
     moved = 4 * model.hidden * own

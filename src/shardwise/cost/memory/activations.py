@@ -327,12 +327,12 @@ def _mlp_tensors(model: Model, sizes: _Sizes, wide: float, share: Share = Share.
 
 
 def _expert_tensors(job: Job, sizes: _Sizes) -> list[SavedTensor]:
-    """Router, dispatched tokens and expert MLPs, with balanced load."""
+    """Router, dispatched tokens and expert MLPs, with balanced load or padded to the fullest."""
     model, moe = job.model, job.model.moe
     assert moe
     of_experts = replace(sizes, linear_input=job.stack.for_experts(job.training.recipe).linear_input)
     # (token, expert) pairs per device; ranks that hold the same tokens (no sequence parallelism) share them.
-    routed = sizes.full_tokens / sizes.tensor * moe.top_k
+    routed = sizes.full_tokens / sizes.tensor * moe.top_k * job.stack.rows_of_experts(model)
     tensors = [
         SavedTensor(SavedRole.ROUTER_SCORES, 8 * sizes.region_tokens * moe.experts),  # fp32 logits and probabilities
         SavedTensor(
