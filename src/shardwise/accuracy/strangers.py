@@ -40,7 +40,8 @@ _KEMPNER = (
         "all",
         "weights stored and updated in bf16 (distributed/parallel.py, model.to), with torch's AdamW, whose states have "
         "the format of the weights; embedding whole on every tensor-parallel rank (distributed/tensor_parallel.py); "
-        "embedding and head freed after each forward pass (distributed/parallel.py, reshard_after_forward)",
+        "embedding and head freed after each forward pass (distributed/parallel.py, reshard_after_forward); "
+        "fused AdamW",
         {},
         training={"optimizer": "adamw-bf16-moments"},
         stack={
@@ -48,8 +49,15 @@ _KEMPNER = (
             "sharded_parameters": "16-bit",
             "loss": "whole",
             "whole_ends": "embedding",
-            "root": "freed",
+            "ends": "freed",
+            "adamw": "in place",
         },
+    ),
+    Variant(
+        "pipelines, mixtures and 13B under FSDP alone",
+        "compile_model is false in their scripts (mfu_bench.sh, moe_packed_bench.sh) and configurations",
+        {"row_id": r"kf_08|_pp\d|_moe_"},
+        stack={"elementwise": "eager", "gated_activation": "separate"},
     ),
     Variant(
         "tensor parallelism alone",

@@ -91,6 +91,9 @@ class Stack(Spec):
     update_elements: int = count(0, minimum=0, maximum=10**18)
     """Gradients the update copies at a time, into one tensor and then into the masters' format (ZeRO-3; see
     `update_copies`). 0: they are read in place."""
+    adamw: Literal["in place", "foreach", "foreach unsharded"] = "in place"
+    """`foreach`: torch's default, which holds the square roots of all second moments at once during the update; also of
+    flat shards (FSDP1), but of FSDP2's only one parameter's (`foreach unsharded`)."""
     dispatch: Literal["all-to-all", "deduplicated"] = "all-to-all"
     """How tokens reach their experts, unless the strategy says otherwise."""
     exchange_units: int = count(0, minimum=0, maximum=10**4)
@@ -102,9 +105,10 @@ class Stack(Spec):
 
     gathers: Literal["layers", "matrices"] = "layers"
     """What ZeRO-3 has whole at a time: layers, or single matrices, as where XLA gathers what an operator reads."""
-    root: Literal["kept", "freed"] = "kept"
-    """Embedding and head under ZeRO-3, after a forward pass: they stay gathered for the backward pass, or are freed as
-    layers are, so that nothing is gathered at the loss (FSDP2 where the script gives `reshard_after_forward`)."""
+    ends: Literal["kept", "head kept", "freed"] = "kept"
+    """Embedding and head under ZeRO-3, gathered together with the root module, stay so for the backward pass; or are
+    freed as layers are, so that nothing is gathered at the loss (FSDP2 where the script gives `reshard_after_forward`);
+    or each is gathered by itself, and only the head stays."""
     whole_ends: Literal["none", "embedding", "both"] = "none"
     """What every tensor-parallel rank has whole of embedding and head."""
     full_recompute: Literal["whole", "as needed"] = "whole"

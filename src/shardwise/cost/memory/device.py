@@ -21,7 +21,15 @@ from shardwise.cost.memory.activations import (
     layer_copy_bytes,
     microbatches_in_flight,
 )
-from shardwise.cost.memory.states import ParameterGroup, StateBytes, group_states, state_bytes, update_copies
+from shardwise.cost.memory.states import (
+    ParameterGroup,
+    StateBytes,
+    group_states,
+    square_roots,
+    state_bytes,
+    update_copies,
+    updated_parameters,
+)
 from shardwise.cost.memory.sum import (
     MomentMemory,
     OffloadedActivations,
@@ -391,7 +399,14 @@ def _communication(job: Job, size: float) -> Iterator[MemoryTerm]:
 
 def _temporary(job: Job, contents: RankContents, memory: DeviceMemory) -> Iterator[MemoryTerm]:
     tokens, size = job.microbatch_tokens, memory.temporary
-    copies = update_copies(job, contents, sharding_of(job.strategy))
+    sharding = sharding_of(job.strategy)
+    copies = update_copies(job, contents, sharding)
+    if size == square_roots(job, contents, sharding):  # the peak is in the update
+        updated = updated_parameters(contents, sharding)
+        each = MemoryFactor("bytes of each", size / updated, "bytes")
+        factors = (MemoryFactor("parameters that the device updates", updated), each)
+        yield MemoryTerm("square roots of second moments, for the optimizer's update", factors)
+        return
     if copies.bytes == size:  # the peak is in the update
         each = MemoryFactor("bytes of each, in one tensor and in the format of the masters", copies.each, "bytes")
         factors = (MemoryFactor("gradients at a time", copies.elements), each)

@@ -135,6 +135,20 @@ def updated_parameters(contents: RankContents, sharding: Sharding) -> Any:
     return contents.dense / sharding.shards + contents.experts / sharding.expert_shards
 
 
+def square_roots(job: Job, contents: RankContents, sharding: Sharding) -> Any:
+    """Bytes of the square roots of second moments that torch's AdamW holds for all parameters that a device updates.
+
+    In the format of the moments (torch/optim/adam.py, _multi_tensor_adam: `torch._foreach_sqrt`). Tensors that are
+    neither plain nor parameters, such as FSDP2's DTensors, are updated one by one (optimizer.py,
+    _default_to_fused_or_foreach).
+    """
+    how = job.stack.adamw
+    if how == "in place" or sharding.offload.optimizer or not job.training.optimizer.startswith("adamw"):
+        return 0.0
+    roots = updated_parameters(contents, sharding) * OPTIMIZERS[job.training.optimizer].others / 2
+    return roots if how == "foreach" else roots * (sharding.zero == 0)
+
+
 class UpdateCopies(NamedTuple):
     """Gradients that an update copies."""
 

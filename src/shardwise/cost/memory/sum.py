@@ -13,7 +13,13 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from shardwise.collectives.arrays import maximum, minimum, select, some
-from shardwise.cost.memory.states import StateBytes, rank_state_bytes, update_copies, updated_parameters
+from shardwise.cost.memory.states import (
+    StateBytes,
+    rank_state_bytes,
+    square_roots,
+    update_copies,
+    updated_parameters,
+)
 from shardwise.cost.memory.transient import Moment, divided_units, gathered_bytes, gathered_matrices, left_over
 from shardwise.layout.pieces import update_chunk, update_slots
 from shardwise.layout.sharding import Sharding, updates_on_device
@@ -120,7 +126,7 @@ class HeldMemory:
             self.moment,
             tied=self.job.model.tied_embeddings,
             matrices=gathered_matrices(self.job),
-            frees_root=self.job.stack.root == "freed",
+            ends=self.job.stack.ends,
         )
 
     @cached_property
@@ -129,7 +135,7 @@ class HeldMemory:
 
         It is complete when the backward pass has freed its activations.
         """
-        if self.moment == "loss" or self.job.stack.root == "kept":
+        if self.moment == "loss" or self.job.stack.ends == "kept":
             return 0.0
         return _or_zero(self.gathered - self._gathered(replace(self.sharding, keep_parameters=False)))
 
@@ -154,8 +160,9 @@ class HeldMemory:
 
     @cached_property
     def copied_for_update(self) -> Any:
-        """Copies of gradients; 0 on a stack that makes none."""
-        return _or_zero(update_copies(self.job, self.contents, self.sharding).bytes)
+        """Copies of gradients, and square roots of second moments; 0 on a stack that makes none."""
+        copies = update_copies(self.job, self.contents, self.sharding).bytes
+        return _or_zero(copies + square_roots(self.job, self.contents, self.sharding))
 
     @property
     def gradients_at_update(self) -> Any:

@@ -335,7 +335,7 @@ def gathered_bytes(
     *,
     tied: bool = False,
     matrices: Matrices | None = None,
-    frees_root: bool = False,
+    ends: Literal["kept", "head kept", "freed"] = "kept",
 ) -> Any:
     """Transient memory of whole layers, or ``matrices``, under sharded data parallelism.
 
@@ -345,7 +345,7 @@ def gathered_bytes(
     (fully_shard.py, `auto_reshard_after_forward`): then nothing is gathered at the loss. XLA gathers what an operator
     reads.
     """
-    if frees_root and moment == "loss":
+    if ends == "freed" and moment == "loss":
         return 0.0
     unit = divided_units(contents, sharding, recipe, tied=tied, matrices=matrices)
     if matrices:
@@ -353,9 +353,14 @@ def gathered_bytes(
     if recipe.fp32_shards:
         return gathered_at(unit, sharding, recipe, moment) + _in_transit(unit, sharding, moment)
     gradient = unit.layer * recipe.gradient if sharding.gradients_sharded else 0.0
-    parameters = (select(sharding.keep_parameters, unit.layers, 2 * unit.layer) + unit.ends) * recipe.gathered
-    parameters = parameters + select(sharding.keep_parameters, unit.frozen_layers, 2 * unit.frozen_layer)
-    parameters = parameters + unit.frozen_ends
+    layer = unit.layer * recipe.gathered + unit.frozen_layer
+    both_ends = unit.ends * recipe.gathered + unit.frozen_ends
+    in_use = 2 * layer + both_ends
+    if ends == "head kept":
+        end = unit.end * recipe.gathered + unit.frozen_end
+        in_use = end if moment == "loss" else layer + maximum(layer, end)
+    whole = unit.layers * recipe.gathered + unit.frozen_layers + both_ends
+    parameters = select(sharding.keep_parameters, whole, in_use)
     return (sharding.zero >= 2) * gradient + (sharding.zero == 3) * parameters
 
 
