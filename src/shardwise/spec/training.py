@@ -174,13 +174,14 @@ class OptimizerStates:
     matrices: float  # weight matrices inside the layers
     others: float  # embeddings, head, norms, biases
     source: str
+    root: float = 0.0  # the square root of a second moment, where torch's AdamW updates with it
 
 
 OPTIMIZERS: dict[str, OptimizerStates] = {
     "sgd": OptimizerStates(0, 0, "no state"),
     "sgd-momentum": OptimizerStates(4, 4, "one fp32 momentum"),
-    "adamw": OptimizerStates(8, 8, "two fp32 moments (arXiv 1711.05101)"),
-    "adamw-bf16-moments": OptimizerStates(4, 4, "two bf16 moments (DeepSeek-V3, arXiv 2412.19437, section 3.3.3)"),
+    "adamw": OptimizerStates(8, 8, "two fp32 moments (arXiv 1711.05101)", 4),
+    "adamw-bf16-moments": OptimizerStates(4, 4, "two bf16 moments (DeepSeek-V3, arXiv 2412.19437, section 3.3.3)", 2),
     "adam8bit": OptimizerStates(2 + 8 / 256, 2 + 8 / 256,
                                 "two 8-bit moments, an fp32 scale per 256 (arXiv 2110.02861; bitsandbytes 0.43+)"),
     "muon": OptimizerStates(4, 8, "one fp32 momentum for matrices, AdamW for the rest (Jordan et al. 2024)"),

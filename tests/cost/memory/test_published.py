@@ -7,7 +7,7 @@ The figures count layers only: no embedding, no head, no framework memory; state
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from shardwise.cost.memory.device import activation_bytes, memory_of_rank, peak_
 from shardwise.cost.memory.room import allocated_bytes, fit_of
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.job import Job
+from shardwise.spec.stack import stack_from
 
 TABLE = Path(__file__).parents[3] / "validation" / "memory_points.csv"
 
@@ -136,3 +137,34 @@ def test_a_million_tokens_under_trl() -> None:
     assert allocated_bytes(chunked, peak_memory(chunked)) == pytest.approx(56.2e9, rel=0.12)
     assert fit_of(chunked) == "fits"
     assert fit_of(plain) == "does not fit"
+
+
+# -- full fine-tuning, as printed: what the Trainer of transformers of 2024 allocates at most, in GiB ---------
+
+# foundation-model-stack/fms-acceleration, scripts/benchmarks/refs (A100, A100 with Liger), and linkedin/Liger-Kernel,
+# examples/huggingface: every layer is repeated. Weights in bf16 where there is one GPU, fp32 shards under FSDP1.
+TUNED: tuple[tuple[str, int, int, int, dict[str, Any], float], ...] = (
+    ("mistral-7b", 1, 4, 4096, {"masters": "none"}, 67.49),
+    ("mistral-7b", 2, 4, 4096, {"masters": "none"}, 33.74),
+    ("mistral-7b", 2, 8, 4096, {"loss": "pieces"}, 67.49),
+    ("mistral-7b", 4, 8, 4096, {"loss": "pieces", "gated_activation": "fused", "norms": "fused"}, 37.0),
+    ("mistral-7b", 4, 16, 4096, {"loss": "pieces", "gated_activation": "fused", "norms": "fused"}, 52.51),
+    ("llama3-8b", 4, 4, 4096, {"loss": "pieces", "gated_activation": "fused", "norms": "fused"}, 37.4),
+    ("llama3-8b", 4, 16, 4096, {"loss": "pieces", "gated_activation": "fused", "norms": "fused"}, 56.2),
+    ("llama3-8b", 4, 32, 512, {}, 52.7),
+    ("llama3-8b", 4, 48, 512, {}, 66.9),
+)
+
+
+@pytest.mark.parametrize(("model", "gpus", "microbatch", "seq", "changes", "printed"), TUNED)
+def test_full_fine_tuning_as_printed(
+    model: str, gpus: int, microbatch: int, seq: int, changes: dict[str, Any], printed: float
+) -> None:
+    in_bf16 = changes.get("masters") == "none"
+    if in_bf16:
+        changes = {**changes, "sharded_parameters": "16-bit", "autocast": False, "gradient_reduce": "bf16"}
+    training = {"seq": seq, "optimizer": "adamw-bf16-moments" if in_bf16 else "adamw"}
+    layout: dict[str, Any] = {"dp": gpus, "zero": 3 if gpus > 1 else 0, "recompute": "full", "microbatch": microbatch}
+    case = job(model, training={**training, "global_batch": gpus * microbatch}, **layout)
+    case = replace(case, stack=stack_from("accelerate@0.34").changed(**changes))
+    assert peak_memory(case).total / GIB == pytest.approx(printed, rel=0.035)

@@ -143,9 +143,12 @@ def square_roots(job: Job, contents: RankContents, sharding: Sharding) -> Any:
     _default_to_fused_or_foreach).
     """
     how = job.stack.adamw
-    if how == "in place" or sharding.offload.optimizer or not job.training.optimizer.startswith("adamw"):
+    if how == "in place" or sharding.offload.optimizer:
         return 0.0
-    roots = updated_parameters(contents, sharding) * OPTIMIZERS[job.training.optimizer].others / 2
+    how = job.stack.adamw
+    if how == "in place" or sharding.offload.optimizer:
+        return 0.0
+    roots = updated_parameters(contents, sharding) * OPTIMIZERS[job.training.optimizer].root
     return roots if how == "foreach" else roots * (sharding.zero == 0)
 
 
