@@ -145,9 +145,6 @@ def square_roots(job: Job, contents: RankContents, sharding: Sharding) -> Any:
     how = job.stack.adamw
     if how == "in place" or sharding.offload.optimizer:
         return 0.0
-    how = job.stack.adamw
-    if how == "in place" or sharding.offload.optimizer:
-        return 0.0
     roots = updated_parameters(contents, sharding) * OPTIMIZERS[job.training.optimizer].root
     return roots if how == "foreach" else roots * (sharding.zero == 0)
 
