@@ -50,10 +50,13 @@ FAMILIES = (
 
 # What the file of a device without rows would have, where more is known than its family's constants: those of the H100
 # at the share of its clock that 500 of 700 W leave; the best matmul of a search over shapes (stas00/ml-engineering
-# 744d01e) times 0.81, the share of its own best that the H100 sustains.
+# 744d01e) times 0.81, the share of its own best that the H100 sustains; what its vector units take for scores.
 SLOWER_CLOCKS = {("h100-sxm-96gb-hbm2e", "h100-sxm"): 0.82}
 _CLOCKED = ("gemm.16", "gemm.fp8", "attention_forward", "attention_backward")
-MATMULS = {"gaudi2": {"gemm.16": 0.81 * 0.969, "gemm.fp8": 0.81 * 0.955}}
+KNOWN = {
+    "gaudi2": {"gemm.16": 0.81 * 0.969, "gemm.fp8": 0.81 * 0.955},
+    "ascend-910b": {"exponential_flops": 512.0},
+}
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ class LeftOut:
         return [other for *_, other in sorted(far) if self._fits_of(other)]
 
     def _generic_errors(self, device: str) -> Array:
-        return log_errors(self._rows[device], MATMULS.get(device, {}), Efficiency())
+        return log_errors(self._rows[device], KNOWN.get(device, {}), Efficiency())
 
     def _around(self, device: str, constants_of: str) -> Linear:
         rows, base = self._rows[device], efficiency_of(constants_of)

@@ -30,6 +30,7 @@ TIME_COLUMNS = (
     "rep_mfu_pct",
 )
 MEMORY_COLUMN = "rep_mem_gib"
+_DROPPING = ("megatron-2022", "deepspeed-2021")  # they run Megatron-LM's GPT of their time, whose dropout is 0.1
 
 
 def reported_seconds(row: TableRow, source: Source, job: Job) -> tuple[float | None, str]:
@@ -184,7 +185,7 @@ def _job(row: TableRow, source: Source) -> Job:
         "seq": row.whole("seq"),
         "precision": vocabulary.precision(row.text("precision"), fp32_gradients=source.fp32_gradients),
         "attention": "unfused" if stack.attention == "unfused" else "flash",
-        "dropout": stack.name == "megatron-2022",
+        "dropout": stack.name in _DROPPING,
     }
     for variant in variants:
         training |= variant.training
