@@ -41,7 +41,8 @@ _KEMPNER = (
         "weights stored and updated in bf16 (distributed/parallel.py, model.to), with torch's AdamW, whose states have "
         "the format of the weights; embedding whole on every tensor-parallel rank (distributed/tensor_parallel.py); "
         "embedding and head freed after each forward pass (distributed/parallel.py, reshard_after_forward); "
-        "fused AdamW",
+        "fused AdamW; a ColwiseParallel for every projection (distributed/tensor_parallel.py, _build_block_tp_plan); "
+        "cuDNN's attention (benchmarks/profiling/13b_24gpu_profiling.md)",
         {},
         training={"optimizer": "adamw-bf16-moments"},
         stack={
@@ -51,6 +52,8 @@ _KEMPNER = (
             "whole_ends": "embedding",
             "ends": "freed",
             "adamw": "in place",
+            "tp_inputs": "each",
+            "attention": "fused",
         },
     ),
     Variant(

@@ -48,6 +48,10 @@ class Stack(Spec):
     """How tp overlaps: a matmul cut into pieces (async TP), or tiles sent as they are made (user buffers)."""
     tp_gradients: Literal["beside", "in turn"] = "beside"
     """Backward collectives of a split matmul run beside its weight gradient, which does not need them, or in turn."""
+    tp_inputs: Literal["shared", "each"] = "shared"
+    """Projections that read the same hidden states gather them once, and sum their gradients once, or each by itself,
+    as DTensor's ColwiseParallel does on every projection; it keeps what a repeated layer gathers for the backward
+    pass."""
     ep_overlap: Literal["microbatches", "chunks"] = "microbatches"
     """Exchanges of tokens overlap other microbatches, as some schedules run them, or other chunks of the same
     tokens."""

@@ -143,3 +143,21 @@ def test_experts_without_sequence_parallelism_move_no_more_than_with_it() -> Non
         return sent([t for t in traffics(case, "tp") if t.payload.share is Share.EXPERTS])
 
     assert expert_bytes(False) == expert_bytes(True)
+
+
+def test_every_projection_may_gather_its_input_by_itself() -> None:
+    """GPT's queries, keys and values, and its one up-projection, are four instead of two readers of hidden states."""
+    once = ring(GPT, tp=4, recompute="full")
+    each = replace(once, stack=once.stack.changed(tp_inputs="each"))
+    counts = [{t.what: t.count for t in traffics(case, "tp")} for case in (once, each)]
+    for what in ("inputs, forward", "input gradients, backward"):
+        (whole,) = (name for name in counts[0] if name.startswith(what))
+        assert counts[1][whole] == 2 * counts[0][whole]
+    assert counts[0]["outputs, forward"] == counts[1]["outputs, forward"]
+    assert "saved inputs, backward" in counts[0] and "saved inputs, backward" not in counts[1]
+    plain = [
+        ring(GPT, tp=4, sequence_parallel=False),
+        replace(each, strategy=replace(each.strategy, sequence_parallel=False)),
+    ]
+    sums = [{t.what: t.count for t in traffics(case, "tp")}["input gradients, backward"] for case in plain]
+    assert sums[1] == 2 * sums[0]

@@ -81,8 +81,9 @@ def _layer_traffic(job: Job, contents: RankContents, topology: Topology) -> list
             _Line(sent_forward(Role.OUTPUTS), scatter, blocks, outputs, "row", "forward"),
             _Line(sent_backward(Role.OUTPUT_GRADIENTS), gather, blocks, blocks, "row", "input_gradient"),
             _Line(sent_backward(Role.INPUT_GRADIENTS), scatter, reading, reading, "column", "weight_gradient"),
-            _Line(sent_backward(Role.SAVED_INPUTS), gather, reading, reading, "column", "input_gradient"),
         ]
+        if job.stack.tp_inputs == "shared" or job.strategy.recompute != "full":
+            lines.append(_Line(sent_backward(Role.SAVED_INPUTS), gather, reading, reading, "column", "input_gradient"))
     products = _Products(job, contents)
     return [
         *(_beside_its_product(job, topology, line, products) for line in lines),
@@ -92,8 +93,15 @@ def _layer_traffic(job: Job, contents: RankContents, topology: Topology) -> list
 
 
 def _reading_hidden_states(job: Job, contents: RankContents) -> tuple[int, int]:
-    """How many of the `_blocks` begin with a split projection of the hidden states; latent attention does not."""
+    """How often split projections of the hidden states gather them; latent attention does not.
+
+    Once for each of the `_blocks` that begins so, or for each of its projections (`Stack.tp_inputs`).
+    """
     dense, moe = _blocks(job, contents)
+    if job.stack.tp_inputs == "each" and job.model.mla is None:
+        queries_keys_values, gate_and_up = 3, 2 if job.model.gated else 1
+        dense += contents.dense_layers * (queries_keys_values + gate_and_up - 2)
+        moe += contents.moe_layers * (queries_keys_values - 1)
     if job.model.mla is None or job.model.mla.q_rank is None or _is_one_block(job):
         return dense, moe
     return dense - contents.dense_layers, moe - contents.moe_layers
