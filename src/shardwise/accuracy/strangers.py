@@ -84,10 +84,9 @@ _KEMPNER = (
     ),
     Variant(
         "mixtures",
-        "eager (benchmarks/moe_packed/moe_packed_bench.sh, compile_model); experts in batched matmuls, padded to the "
-        "fullest one (model/moe.py, grouped_expert_forward_packed)",
+        "experts in batched matmuls, padded to the fullest one (model/moe.py, grouped_expert_forward_packed)",
         {"arch": "moe"},
-        stack={"experts": "padded", "elementwise": "eager", "gated_activation": "separate", "norms": "separate"},
+        stack={"experts": "padded"},
     ),
 )
 _NEMO = (
