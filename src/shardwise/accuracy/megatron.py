@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.accuracy.table import Variant
-from shardwise.spec import presets
-from shardwise.spec.stack import stack_from
 
 # GPT-3's block as Megatron, MPT and Pax build it.
 GPT3_BLOCK = {"positions": "learned", "tied_embeddings": True, "norm": "layernorm", "qkv_bias": True,
@@ -25,8 +23,8 @@ _GPT_OSS = r"GPT.?OSS"
 _NAMES = {_QWEN3_30B: "Qwen3-30B", _QWEN3_235B: "Qwen3-235B", _DEEPSEEK_V3: "DeepSeek-V3", _GPT_OSS: "GPT-OSS"}
 # Patterns of devices and precisions in words; one that is not anchored also matches the GB devices.
 _WORDS = {"GB[23]00": "GB200, GB300", r"\bB[23]00": "B200, B300", "B[23]00": "B200, B300, GB200, GB300",
-          "GB200|B300": "GB200, GB300, B300", "H100|B200": "H100, B200, GB200", r"\bB200": "B200", r"\bB300": "B300",
-          "mx": "MXFP8", "mx|fp8": "FP8 and MXFP8", "bf16": "BF16", "fp8": "FP8"}  # fmt: skip
+          "B200": "B200, GB200", r"\bB200": "B200", r"\bB300": "B300", "mx": "MXFP8", "bf16": "BF16", "fp8": "FP8",
+          "^(?!.*mx)": "not MXFP8"}  # fmt: skip
 
 # cpu_offloading_num_layers of the FSDP recipes: model, its pattern, its layers; then device, precision and layers.
 _OFFLOADED = (
@@ -54,66 +52,68 @@ def _captured(rows: str, cells: dict[str, str], since: str = "") -> Variant:
     return Variant(rows, "full-iteration CUDA graph", cells, since, stack={"cuda_graphs": "full"})
 
 
-# The mixtures: model, devices, precision, first and last container; CUDA graphs, dispatcher, overlapped all-to-all,
-# recomputed operators. A dense MLP that is recomputed is no operator here. "hybrid": HybridEP or DeepEP, which send a
-# token once to each node or rank. "version": as the version of the stack has it (catalogue/stacks). Later lines win.
-_MIXTURES: tuple[tuple[str, str, str, str, str, str, str, bool, tuple[str, ...]], ...] = (
-    (_DEEPSEEK_V3, "H100", "", "", "25.11", "none", "hybrid", True, ("up-projection",)),
-    (_DEEPSEEK_V3, "H100", "", "26.02", "", "none", "hybrid", False, ("up-projection",)),
-    (_DEEPSEEK_V3, "GB200", "", "25.11", "", "partial", "hybrid", False, ("up-projection",)),
-    (_DEEPSEEK_V3, "GB200", "mx|fp8", "26.04", "26.04.01", "partial", "hybrid", False, ()),
-    (_DEEPSEEK_V3, "GB200", "mx", "26.06", "", "version", "hybrid", True, ("up-projection",)),
-    (_DEEPSEEK_V3, "GB300", "bf16", "", "", "partial", "hybrid", False, ("activation",)),
-    (_DEEPSEEK_V3, "GB300", "mx", "", "26.04.01", "none", "hybrid", False, ("up-projection",)),
-    (_DEEPSEEK_V3, "GB300", "mx", "26.06", "", "version", "hybrid", True, ()),
-    (_DEEPSEEK_V3, r"\bB200", "", "", "25.11", "none", "plain", False, ("up-projection",)),
-    (_DEEPSEEK_V3, r"\bB200", "", "26.02", "26.04", "none", "hybrid", False, ("up-projection",)),
-    (_DEEPSEEK_V3, r"\bB200", "", "26.04.01", "", "partial", "hybrid", True, ("up-projection",)),
-    (_DEEPSEEK_V3, r"\bB300", "", "", "26.04", "none", "hybrid", False, ("up-projection",)),
-    (_DEEPSEEK_V3, r"\bB300", "", "26.04.01", "26.06", "partial", "hybrid", False, ("up-projection",)),
-    (_DEEPSEEK_V3, r"\bB300", "mx", "26.06.01", "", "version", "hybrid", True, ("up-projection",)),
-    (_GPT_OSS, r"H100|B200", "", "", "", "none", "plain", False, ("norm", "activation")),
-    (_GPT_OSS, r"\bB200", "", "26.04", "26.04", "none", "hybrid", False, ("norm", "activation")),
-    (_GPT_OSS, "GB200", "", "26.04", "26.04", "none", "hybrid", True, ("norm", "activation")),
-    (_GPT_OSS, "GB200", "", "26.04.01", "", "none", "plain", True, ("norm", "activation")),
-    (_GPT_OSS, "GB300", "", "", "", "partial", "plain", False, ()),
-    (_GPT_OSS, r"\bB300", "", "", "26.02.01", "partial", "plain", False, ()),
-    (_GPT_OSS, r"\bB300", "", "26.04", "", "partial", "hybrid", False, ()),
-    (_GPT_OSS, "GB[23]00", "mx", "26.06", "", "version", "hybrid", True, ()),
-    (_QWEN3_30B, "B[23]00", "", "", "", "partial", "hybrid", False, ()),
-    (_QWEN3_30B, r"\bB200", "", "", "26.02", "partial", "plain", False, ()),
-    (_QWEN3_30B, "H100", "bf16", "", "26.02", "partial", "plain", True, ()),
-    (_QWEN3_30B, "H100", "fp8", "", "26.02", "none", "plain", True, ()),
-    (_QWEN3_30B, "H100", "", "26.02.01", "", "none", "hybrid", False, ()),
-    (_QWEN3_30B, "GB200|B300", "mx", "26.06", "", "version", "hybrid", True, ()),
-    (_QWEN3_30B, r"\bB200", "mx", "26.06.01", "", "version", "hybrid", True, ()),
-    (_QWEN3_235B, "GB[23]00", "", "", "", "partial", "hybrid", False, ()),
-    (_QWEN3_235B, r"\bB[23]00", "", "", "25.11", "none", "plain", True, ()),
-    (_QWEN3_235B, r"\bB[23]00", "", "26.02", "26.06", "none", "plain", False, ()),
-    (_QWEN3_235B, r"\bB300", "", "26.04.01", "26.06", "none", "hybrid", False, ()),
-    (_QWEN3_235B, "GB[23]00", "mx", "26.06", "", "version", "hybrid", True, ()),
-    (_QWEN3_235B, r"\bB[23]00", "mx", "26.06.01", "", "version", "hybrid", True, ()),
-    (_QWEN3_235B, "H100", "", "", "", "none", "plain", True, ()),
+# What recipes of single mixtures set otherwise than most of their release, which is the version of the stack (catalogue/
+# stacks/megatron-bridge.yaml): model, devices, precision, first and last container; CUDA graphs, dispatcher, overlapped
+# all-to-all (None: as the version), recomputed operators. A dense MLP that is recomputed is no operator here. "hybrid":
+# HybridEP or DeepEP. At most one line describes a row.
+_PLAIN, _ANY_BUT_MX = "plain", "^(?!.*mx)"
+_OSS = ("norm", "activation")
+_MIXTURES: tuple[tuple[str, str, str, str, str, str | None, str | None, bool | None, tuple[str, ...]], ...] = (
+    (_DEEPSEEK_V3, "H100", "", "25.11", "25.11", None, "hybrid", None, ("up-projection",)),
+    (_DEEPSEEK_V3, "H100", "", "26.02", "", None, None, None, ("up-projection",)),
+    (_DEEPSEEK_V3, "B200", "", "25.09", "25.09", "none", None, None, ("up-projection",)),
+    (_DEEPSEEK_V3, "GB200", "", "25.11", "26.02.01", None, None, None, ("up-projection",)),
+    (_DEEPSEEK_V3, "GB200", "bf16", "26.04", "26.04.01", None, None, None, ("up-projection",)),
+    (_DEEPSEEK_V3, "GB200", "", "26.06", "", None, None, None, ("up-projection",)),
+    (_DEEPSEEK_V3, "GB300", "bf16", "", "", None, None, None, ("activation",)),
+    (_DEEPSEEK_V3, "GB300", "mx", "26.02", "26.04.01", "none", None, None, ("up-projection",)),
+    (_DEEPSEEK_V3, r"\bB200", "", "25.11", "26.04", None, None, None, ("up-projection",)),
+    (_DEEPSEEK_V3, r"\bB200", "", "26.04.01", "", "partial", None, True, ("up-projection",)),
+    (_DEEPSEEK_V3, r"\bB300", "", "", "26.04", "none", None, None, ("up-projection",)),
+    (_DEEPSEEK_V3, r"\bB300", "", "26.04.01", "", None, None, None, ("up-projection",)),
+    (_GPT_OSS, "H100", "", "", "", "none", _PLAIN, False, _OSS),
+    (_GPT_OSS, "B200", "", "", "26.02.01", "none", _PLAIN, False, _OSS),
+    (_GPT_OSS, r"\bB200", "", "26.04", "26.04", None, None, None, _OSS),
+    (_GPT_OSS, r"\bB200", "", "26.04.01", "", "none", _PLAIN, False, _OSS),
+    (_GPT_OSS, "GB200", "", "26.04", "26.04", "none", None, True, _OSS),
+    (_GPT_OSS, "GB200", "", "26.04.01", "26.04.01", "none", _PLAIN, True, _OSS),
+    (_GPT_OSS, "GB200", _ANY_BUT_MX, "26.06", "", "none", _PLAIN, True, _OSS),
+    (_GPT_OSS, "GB300", "", "", "26.04.01", None, _PLAIN, None, ()),
+    (_GPT_OSS, "GB300", _ANY_BUT_MX, "26.06", "", None, _PLAIN, None, ()),
+    (_GPT_OSS, r"\bB300", "", "", "26.02.01", None, _PLAIN, None, ()),
+    (_GPT_OSS, r"\bB300", "mx", "26.06.01", "", "partial", None, False, ()),
+    (_QWEN3_30B, r"\bB200", "", "", "26.02", "partial", _PLAIN, None, ()),
+    (_QWEN3_30B, r"\bB200", "", "26.02.01", "26.06", "partial", None, None, ()),
+    (_QWEN3_30B, r"\bB200", _ANY_BUT_MX, "26.06.01", "", "partial", None, None, ()),
+    (_QWEN3_30B, r"\bB300", "mx", "26.06", "26.06", "full", None, True, ()),
+    (_QWEN3_30B, "H100", "bf16", "25.11", "26.02", "partial", _PLAIN, True, ()),
+    (_QWEN3_30B, "H100", "fp8", "26.02", "26.02", None, _PLAIN, True, ()),
+    (_QWEN3_235B, r"\bB[23]00", "", "25.11", "25.11", None, None, True, ()),
+    (_QWEN3_235B, r"\bB200", "", "26.02", "26.06", "none", _PLAIN, None, ()),
+    (_QWEN3_235B, r"\bB300", "", "26.02", "26.04", "none", _PLAIN, None, ()),
+    (_QWEN3_235B, r"\bB300", "", "26.04.01", "26.06", "none", None, None, ()),
+    (_QWEN3_235B, "H100", "", "26.02", "", None, _PLAIN, True, ()),
 )
 
 
 def _mixture(
     model: str, gpus: str, precision: str, since: str, until: str,
-    graphs: str, dispatch: str, overlapped: bool, recomputed: tuple[str, ...],
+    graphs: str | None, dispatch: str | None, overlapped: bool | None, recomputed: tuple[str, ...],
 ) -> Variant:  # fmt: skip
-    stack: dict[str, Any] = {
-        "dispatch": "all-to-all" if dispatch == "plain" else "deduplicated",
-        "overlap": {"ep": overlapped},
-    }
-    version = stack_from(presets.at_release("stack", "megatron-bridge", since))
-    stack |= {"mixtures": version.mixtures} if graphs == "version" else {"mixtures": None, "cuda_graphs": graphs}
+    stack: dict[str, Any] = {}
+    if graphs is not None:  # the fused kernels of experts came with the graph of the whole iteration
+        stack |= {"cuda_graphs": graphs, "fused_moe_mlp": graphs == "full", "fused_permute": graphs == "full"}
+    if dispatch is not None:
+        stack["dispatch"] = "all-to-all" if dispatch == _PLAIN else "deduplicated"
+    if overlapped is not None:
+        stack["overlap"] = {"ep": overlapped}
     operators = {"recompute": "selective", "recompute_operators": list(recomputed)}
     containers = " ".join([f"from {since}"] * bool(since) + [f"up to {until}"] * bool(until))
     rows = ", ".join(filter(None, (_NAMES[model], _WORDS.get(precision), containers)))
     what = (
-        "CUDA graphs of the version" if graphs == "version" else f"{graphs.replace('none', 'no')} CUDA graphs",
-        "NCCL all-to-all" if dispatch == "plain" else "HybridEP or DeepEP",
-        *["overlapped"] * overlapped,
+        *([f"{graphs.replace('none', 'no')} CUDA graphs"] if graphs else []),
+        *(["NCCL all-to-all" if dispatch == _PLAIN else "HybridEP or DeepEP"] if dispatch else []),
+        *([] if overlapped is None else ["overlapped" if overlapped else "not overlapped"]),
         *([f"recompute of {' and '.join(recomputed)}"] if recomputed else []),
     )
     return Variant(
@@ -122,7 +122,7 @@ def _mixture(
         {"model": model, "gpu": gpus, "precision": precision},
         since,
         until or "~",
-        strategy=operators if recomputed else {"recompute": "none"},
+        strategy=operators if recomputed else {},
         stack=stack,
     )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.accuracy import vocabulary
-from shardwise.accuracy.sources import SET_ASIDE, source_of
+from shardwise.accuracy.sources import EARLY_MEGATRON, SET_ASIDE, source_of
 from shardwise.accuracy.table import Source, TableRow, read_table, release
 from shardwise.accuracy.vocabulary import Ports, counted, machine, machine_name
 from shardwise.cost.compute.flops import flops_per_token, head_forward_flops, layer_forward_flops
@@ -30,7 +30,7 @@ TIME_COLUMNS = (
     "rep_mfu_pct",
 )
 MEMORY_COLUMN = "rep_mem_gib"
-_DROPPING = ("megatron-2022", "deepspeed-2021")  # they run Megatron-LM's GPT of their time, whose dropout is 0.1
+_DROPPING = (EARLY_MEGATRON, "deepspeed@2021")  # they run Megatron-LM's GPT of their time, whose dropout is 0.1
 
 
 def reported_seconds(row: TableRow, source: Source, job: Job) -> tuple[float | None, str]:
@@ -180,20 +180,23 @@ def _job(row: TableRow, source: Source) -> Job:
     variants = [variant for variant in source.variants if variant.applies(row)]
     for variant in variants:
         stack = variant.on(stack)
+    precision = vocabulary.precision(row.text("precision"), fp32_gradients=source.fp32_gradients)
     training: dict[str, Any] = {
         "global_batch": _global_batch(row),
         "seq": row.whole("seq"),
-        "precision": vocabulary.precision(row.text("precision"), fp32_gradients=source.fp32_gradients),
+        "precision": precision,
         "attention": "unfused" if stack.attention == "unfused" else "flash",
-        "dropout": stack.name in _DROPPING,
+        "dropout": stack.version in _DROPPING,
     }
     for variant in variants:
         training |= variant.training
+    model, cluster = _model(row, source), _cluster(row, source)
+    running = stack.running(precision, cluster.device.name, moe=model.moe is not None)
     return Job.from_dict(
         {
-            "model": _model(row, source),
-            "cluster": _cluster(row, source),
-            "strategy": _strategy(row, source, stack),
+            "model": model,
+            "cluster": cluster,
+            "strategy": _strategy(row, source, running),
             "training": training,
             "stack": stack,
         }
@@ -210,8 +213,11 @@ def _with_room(job: Job, row: TableRow) -> Job:
 
 def _named_stack(row: TableRow, source: Source) -> Stack:
     """What the row names, else what its source runs, in the version that the row is of."""
+    versions = [variant.version for variant in source.variants if variant.version and variant.applies(row)]
+    known = versions[-1] if versions else presets.at_release("stack", source.stack, release(row))
+    named = row.text("stack")
     try:
-        return stack_from(row.text("stack") or presets.at_release("stack", source.stack, release(row)))
+        return stack_from(known if known.partition("@")[0] == named else named or known)
     except SpecError as error:
         raise error.under("stack") from None
 
@@ -228,7 +234,7 @@ def _cluster(row: TableRow, source: Source) -> Cluster:
 
 def _model(row: TableRow, source: Source) -> Model:
     gated, notes = bool(row.flag("gated_mlp")), row.text("notes").lower()
-    early = source.stack == "megatron-2022" and not gated  # GPT-3's block: learned positions, biases, one embedding
+    early = source.stack == EARLY_MEGATRON and not gated  # GPT-3's block: learned positions, biases, one embedding
     hidden, heads = row.whole("hidden"), row.whole("heads")
     fields: dict[str, Any] = {
         "name": row.text("model") or row.text("row_id"),

@@ -9,6 +9,8 @@ from shardwise.accuracy.megatron import GPT3_BLOCK, MEGATRON_BRIDGE, MEGATRON_TE
 from shardwise.accuracy.strangers import strangers
 from shardwise.accuracy.table import Source, TableRow, Variant
 
+EARLY_MEGATRON = "megatron-core@2022"
+
 _TORCHTITAN = (
     Variant("rows marked eager", "no torch.compile", {"precision": "eager"}, stack={"elementwise": "eager"}),
     Variant(
@@ -22,11 +24,12 @@ _TORCHTITAN = (
     Variant("interleaved pipelines", "two stages on each rank", {"schedule": "interleaved"}, fill={"vpp": "2"}),
     Variant(
         "H200, June 2025",
-        "compiled loss (components/loss.py since April 2025); torchrun without run_train.sh, so "
-        "without expandable segments",
+        "torchrun without run_train.sh, so without expandable segments",
         {"source": "h200"},
-        stack={"loss": "compiled", "allocator": "segments"},
+        version="torchtitan@2025",
+        stack={"allocator": "segments"},
     ),
+    Variant("async TP, June 2025", "torchtitan at 820504e", {"source": "2025-06"}, version="torchtitan@2025"),
     Variant("rows of async TP", "TP overlap on", {"locator": "async.?TP"}, stack={"overlap": {"tp": True}}),
 )
 
@@ -43,7 +46,7 @@ _NEMO_MLPERF = (
         "3.1",
         "FlashAttention 2.0.8, parameters gathered in bf16",
         {"source": r"v3\.1"},
-        stack={"attention": "flash-2", "parameter_gather": "bf16"},
+        version="nemo@23.09",
     ),
     Variant(
         "4.0 on 1,344 and 1,452 nodes, 4.1 on B200",
@@ -58,7 +61,8 @@ _NEMO_MLPERF = (
         {"source": r"v5\."},
         model={"vocab": 128_256},
         strategy={"order": ["tp", "cp", "pp", "dp"]},
-        stack={"loss": "fused", "cuda_graphs": "full", "casts": "fused"},
+        version="nemo@25.09",
+        stack={"cuda_graphs": "full"},
     ),
     Variant(
         "5.0 on H100 and H200",
@@ -134,13 +138,13 @@ _MPT = (
     Variant("MP mode PURE", "gradients reduced in bf16", {"notes": "MP mode PURE"}, stack={"gradient_reduce": "bf16"}),
     Variant(
         "128 GPUs or more",
-        "FlashAttention 2.4.2 (sweep.py of January 2024)",
+        "sweep.py of January 2024",
         {"locator": "Large Scale"},
-        stack={"attention": "flash-2"},
+        version="composer-fsdp@2024",
     ),
 )
 _MAXTEXT = (
-    Variant("TPU v4", "plain attention of April 2023", {"gpu": "v4"}, stack={"attention": "unfused"}),
+    Variant("TPU v4", "plain attention of April 2023", {"gpu": "v4"}, version="maxtext@2023.04"),
     Variant(
         "128B on TPU v5e",
         "whole layers repeated: the offload of projections came in April 2024, after the figures",
@@ -187,12 +191,12 @@ _PRIMUS = (
 SOURCES = (
     *strangers(_TORCHTITAN),
     Source(
-        "MLPerf, NVIDIA's NeMo code", "mlcommons|mlperf", "nemo",
+        "MLPerf, NVIDIA's NeMo code", "mlcommons|mlperf", "nemo@24.04",
         "configuration scripts and logs of the submissions: SP, no recompute, distributed Adam; attention, CUDA graphs "
         "and format of the parameter gather by round", cells={"gpu": _NVIDIA}, vocab=50_688, variants=_NEMO_MLPERF,
     ),
     Source(
-        "MLPerf, TPU", "mlcommons|mlperf", "maxtext",
+        "MLPerf, TPU", "mlcommons|mlperf", "maxtext@2023.12",
         "MaxText and PAX forks of the submissions: int8 matmuls in the layers",
         cells={"gpu": "TPU"}, zero=3, microbatch="local batch", vocab=50_304, variants=_MAXTEXT,
     ),
@@ -201,7 +205,7 @@ SOURCES = (
         cells={"gpu": "Gaudi"}, zero=0, vocab=50_688,
     ),
     Source(
-        "MLPerf, AMD", "mlcommons|mlperf", "nemo", "NeMo on ROCm: FP8 parameters and gather, bf16 reduction",
+        "MLPerf, AMD", "mlcommons|mlperf", "nemo@24.04", "NeMo on ROCm: FP8 parameters and gather, bf16 reduction",
         cells={"gpu": "^MI"}, vocab=128_256,
     ),
     Source(
@@ -210,18 +214,18 @@ SOURCES = (
         convention="full-attention", zero=3, microbatch="local batch", variants=_PAXML,
     ),
     Source(
-        "NVIDIA/dgxc-benchmarking, NeMo", "dgxc-benchmarking", "nemo",
+        "NVIDIA/dgxc-benchmarking, NeMo", "dgxc-benchmarking", "nemo@24.04",
         "recipes at the row's commit: SP, no recompute, distributed Adam, bf16 reduction unless listed",
         convention="full-attention", variants=_DGXC,
     ),
     Source(
-        "mosaicml/llm-foundry", "llm-foundry", "composer-fsdp",
+        "mosaicml/llm-foundry", "llm-foundry", "composer-fsdp@2023",
         "benchmarking scripts at b2a43a147 and 5e85bd62d: PyTorch 2.1, eager FSDP1, fp32 reduction of every microbatch",
         convention="full-attention", zero=3, microbatch="local batch", vocab=50_368,
         variants=_MPT,
     ),
     Source(
-        "AI-Hypercomputer/maxtext", "maxtext", "maxtext",
+        "AI-Hypercomputer/maxtext", "maxtext", "maxtext@2023.12",
         "launch scripts of the commits that printed the figures (281e04bf3, 28816574b, 76bd53b0f)",
         convention="full-attention", zero=3, microbatch="local batch", variants=_MAXTEXT,
     ),
@@ -242,28 +246,28 @@ SOURCES = (
         variants=MEGATRON_TESTS,
     ),
     Source(
-        "DeepSpeed ZeRO-3 in Narayanan et al. 2021", "narayanan|2104.04473", "deepspeed-2021",
+        "DeepSpeed ZeRO-3 in Narayanan et al. 2021", "narayanan|2104.04473", "deepspeed@2021",
         "its Table 2: ZeRO-3 without model parallelism, recompute of every layer", cells={"zero": "^3"},
         convention="full-attention", counts_recomputed=True, peak=312e12, zero=3, vocab=51_200,
         microbatch="local batch",
     ),
     Source(
-        "Korthikanti et al. 2022", "korthikanti|2205.05198", "megatron-2022",
+        "Korthikanti et al. 2022", "korthikanti|2205.05198", EARLY_MEGATRON,
         "paper: fp16, scores stored, Adam not sharded, gradients reduced after the backward pass; SP is printed",
         convention="full-attention", peak=312e12, zero=0, vocab=51_200,
     ),
     Source(
-        "Narayanan et al. 2021", "narayanan|2104.04473", "megatron-2022",
+        "Narayanan et al. 2021", "narayanan|2104.04473", EARLY_MEGATRON,
         "paper: fp16, scores stored, Adam not sharded, no SP; its TFLOP/s count one recomputed forward pass (eq. 3)",
         convention="full-attention", counts_recomputed=True, peak=312e12, zero=0, vocab=51_200,
     ),
     Source(
-        "Zero Bubble", "zero.?bubble|2401.10241", "megatron-2022",
+        "Zero Bubble", "zero.?bubble|2401.10241", EARLY_MEGATRON,
         "paper: Megatron-LM fork without fused attention; vocabulary of 32k from its SentencePiece tokenizer",
         zero=0,
     ),
     Source(
-        "NVIDIA/Megatron-LM", "megatron-lm", "megatron-core",
+        "NVIDIA/Megatron-LM", "megatron-lm", "megatron-core@2024",
         "README table: all overlap on; one microbatch per step without pipeline (weak scaling at a fixed local batch), "
         "one sequence and one layer per chunk with it",
         convention="full-attention", microbatch="local batch", layer_per_chunk=True, vocab=131_072, fp32_gradients=True,
@@ -274,7 +278,7 @@ SOURCES = (
         variants=MEGATRON_BRIDGE,
     ),
     Source(
-        "NVIDIA/NeMo", "nemo", "megatron-core",
+        "NVIDIA/NeMo", "nemo", "megatron-core@2024",
         "long-sequence page: FP8, one sequence per microbatch, ring attention, causal attention counted once; NeMo's "
         "recipes use the distributed optimizer (zero 1)", fp32_gradients=True,
     ),
@@ -292,7 +296,7 @@ SOURCES = (
         context_method="ulysses",
     ),
     Source(
-        "torchtitan", "torchtitan|2410.06511", "torchtitan",
+        "torchtitan", "torchtitan|2410.06511", "torchtitan@2024",
         "reports: FSDP2, TP with SP, local batch printed, per-op selective recompute; async TP where it says so",
         zero=3, microbatch="local batch", variants=_TORCHTITAN,
     ),

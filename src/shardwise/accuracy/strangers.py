@@ -147,24 +147,24 @@ _TPU_RECIPES = (
 )  # fmt: skip
 
 
-_AO_MI300 = Variant(
-    "MI300X", "torchtitan at 2c8b594 (August 2025): compiled loss (components/loss.py)", {"gpu": "MI300"},
-    stack={"loss": "compiled"},
-)  # fmt: skip
+_AO = (
+    Variant("MI300X", "torchtitan at 2c8b594 (August 2025)", {"gpu": "MI300"}, version="torchtitan@2025"),
+    Variant("Llama 4 Scout", "torchao's MXFP8 experts (late 2025)", {"model": "Scout"}, version="torchtitan@2025"),
+)
 
 
 def strangers(torchtitan: tuple[Variant, ...]) -> tuple[Source, ...]:
     """The sources; ``torchtitan`` is what rows of that framework have in common with those that are fitted."""
     sources = (
         Source(
-            "torchtitan, 2024", "torchtitan docs/performance", "torchtitan",
+            "torchtitan, 2024", "torchtitan docs/performance", "torchtitan@2024",
             "reports of 2024: FSDP2, eager on A100 (train_configs at 157a12c56), compiled on H100",
             zero=3, microbatch="local batch", variants=torchtitan,
         ),
         Source(
-            "pytorch/ao", "pytorch/ao", "torchtitan",
+            "pytorch/ao", "pytorch/ao", "torchtitan@2024",
             "torchtitan with torchao's float8 and MXFP8 linear layers, compiled", zero=3, microbatch="local batch",
-            variants=(*torchtitan, _AO_MI300),
+            variants=(*torchtitan, *_AO),
         ),
         Source(
             "InternLM/InternEvo", "InternEvo", "pytorch",
@@ -183,7 +183,7 @@ def strangers(torchtitan: tuple[Variant, ...]) -> tuple[Source, ...]:
             zero=3, memory="first rank", variants=_KEMPNER,
         ),
         Source(
-            "NVIDIA NeMo 24.12", r"NeMo user guide 24\.12", "nemo",
+            "NVIDIA NeMo 24.12", r"NeMo user guide 24\.12", "nemo@24.04",
             "performance recipes: SP with TP, no recompute, distributed Adam, bf16 reduction", vocab=50_304,
             convention="full-attention", variants=_NEMO,
         ),
@@ -199,12 +199,12 @@ def strangers(torchtitan: tuple[Variant, ...]) -> tuple[Source, ...]:
             machines={"dgx-h100": "p5-h100"}, stages_by_cost=True, memory="reserved, first rank",
         ),
         Source(
-            "yanring/Megatron-MoE-ModelZoo", "Megatron-MoE-ModelZoo", "megatron-core",
+            "yanring/Megatron-MoE-ModelZoo", "Megatron-MoE-ModelZoo", "megatron-core@2024",
             "benchmark configuration: distributed Adam, fp32 gradients, overlapped gradients and parameters",
             variants=_MODEL_ZOO, fp32_gradients=True,
         ),
         Source(
-            "AI-Hypercomputer/tpu-recipes", "tpu-recipes", "maxtext",
+            "AI-Hypercomputer/tpu-recipes", "tpu-recipes", "maxtext@2025",
             "recipes at c8cfe2f: MaxText with a policy of what each layer keeps, moves to the host and repeats",
             convention="full-attention", zero=3, microbatch="local batch", variants=_TPU_RECIPES,
         ),

@@ -140,6 +140,7 @@ class Variant:
     model: Mapping[str, Any] = field(default_factory=dict)
     strategy: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
+    version: str = ""  # of the stack, where it is not the source's
     stack: Mapping[str, Any] = field(default_factory=dict)
 
     def applies(self, row: TableRow) -> bool:
@@ -150,7 +151,7 @@ class Variant:
         changes = dict(self.stack)
         if "overlap" in changes:
             changes["overlap"] = replace(stack.overlap, **changes["overlap"])
-        return replace(stack, **changes)
+        return stack.stated(**changes) if changes else stack
 
 
 def release(row: TableRow) -> str:

@@ -25,8 +25,8 @@ from shardwise.spec.job import Job, names_precision
 from shardwise.spec.model import Model
 from shardwise.spec.rules import sequence_note
 from shardwise.spec.run import Run, fitting_run
-from shardwise.spec.stack import default_stack, stack_from
-from shardwise.spec.strategy import AUTO, Strategy, without_auto
+from shardwise.spec.stack import Stack, default_stack, stack_from
+from shardwise.spec.strategy import AUTO, Overlap, Strategy, without_auto
 from shardwise.spec.training import Training
 
 if TYPE_CHECKING:
@@ -177,9 +177,12 @@ def _job_fields(arguments: JobArguments, *, runs_here: bool = False) -> tuple[di
         fields, notes = _imported(source, numbers, named, overrides)
         if runs_here:
             fields.pop("stack", None)
+    in_file = "overlap" in _mapping(fields.get("strategy"))
     for path, value in overrides.items():
-        if not path.startswith(("model.", "cluster.")):
+        if not path.startswith(("model.", "cluster.", "stack.")):
             set_field(fields, path, value)
+    notes += _version_notes(fields.get("stack"))
+    _change_stack(fields, overrides)
     nodes = emulation_from(_mapping(fields.get("run")).get("emulate"), "run.emulate")
     if nodes is not None and fields.get("cluster") is None and not numbers.given("cluster"):
         fields["cluster"] = cluster_of(nodes, cluster_from(EMULATED_ON))
@@ -192,8 +195,8 @@ def _job_fields(arguments: JobArguments, *, runs_here: bool = False) -> tuple[di
     if numbers.given("cluster") and "strategy.collective" not in overrides:
         # A bare topology implies its textbook algorithm.
         set_field(fields, "strategy.collective", "textbook")
-    _take_stack_defaults(fields)
-    return fields, framework, [*notes, *model_notes(model), *_version_notes(fields.get("stack"))]
+    _take_stack_defaults(fields, whole_overlap=in_file)
+    return fields, framework, [*notes, *model_notes(model)]
 
 
 def _looked_up(
@@ -290,12 +293,32 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _version_notes(stack: Any) -> list[str]:
-    """Which version of a stack is meant by its plain name."""
+    """Which version of a stack is meant by its plain name, or by a name of before it had versions."""
+    if isinstance(stack, str) and stack.lower() in presets.FORMER:
+        return [f"stack {stack} is a version of another now: {presets.FORMER[stack.lower()]}"]
     versions = presets.versions("stack", stack) if isinstance(stack, str) else ()
     if not versions:
         return []
     newest, *older = (version.name for version in versions)
     return [f"stack {stack}: version {newest} is assumed, the newest known; write {stack}@{older[0]} for an older one"]
+
+
+def _change_stack(fields: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Changes the fields of the stack that ``overrides`` name (``stack.field``)."""
+    changes: dict[str, Any] = {}
+    for path, value in overrides.items():
+        if path.startswith("stack."):
+            set_field(changes, path.partition(".")[2], value)
+    if not changes:
+        return
+    try:
+        stack = stack_from(fields["stack"]) if "stack" in fields else default_stack()
+        if isinstance(changes.get("overlap"), Mapping):
+            changes["overlap"] = {**vars(stack.overlap), **changes["overlap"]}
+        checked = Stack.from_dict(changes)
+    except SpecError as error:
+        raise error.under("stack") from None
+    fields["stack"] = stack.stated(**{name: getattr(checked, name) for name in changes})
 
 
 def _part(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -306,8 +329,11 @@ def _part(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
     return dict(part)
 
 
-def _take_stack_defaults(fields: dict[str, Any]) -> None:
-    """Sets overlap, dispatch and gradient accumulation of the strategy as the stack does them, unless given."""
+def _take_stack_defaults(fields: dict[str, Any], *, whole_overlap: bool) -> None:
+    """Sets overlap, dispatch and gradient accumulation of the strategy as the stack does them, unless given.
+
+    A file has the ``whole_overlap`` or none; flags change the stack's.
+    """
     strategy = fields.get("strategy") or {}
     if not isinstance(strategy, Mapping):
         return
@@ -315,9 +341,17 @@ def _take_stack_defaults(fields: dict[str, Any]) -> None:
         stack = stack_from(fields["stack"]) if "stack" in fields else default_stack()
     except SpecError as error:
         raise error.under("stack") from None
-    for name in ("overlap", "dispatch") if "stack" in fields else ():
-        if name not in strategy:
-            set_field(fields, f"strategy.{name}", getattr(stack, name))
+    if "stack" in fields:
+        device, training = fields["cluster"].device, _mapping(fields.get("training"))
+        precision = str(training.get("precision") or device.usual_precision)
+        running = stack.running(precision, device.name, moe=fields["model"].moe is not None)
+        overlap = strategy.get("overlap", {})
+        if not whole_overlap and isinstance(overlap, Mapping):
+            # With tp a mapping, as given: a plan takes that one from the caller (`planning_job`).
+            merged = {**vars(running.overlap), **overlap}
+            set_field(fields, "strategy.overlap", merged if "tp" in overlap else Overlap.from_dict(merged, "overlap"))
+        if "dispatch" not in strategy:
+            set_field(fields, "strategy.dispatch", running.dispatch)
     zero, pp = (int(str(strategy.get(name))) if str(strategy.get(name)).isdecimal() else 1 for name in ("zero", "pp"))
     offload = strategy.get("offload")
     leave = offload == AUTO or bool(_mapping(offload).get("gradients"))

@@ -32,6 +32,8 @@ class Shown(TypedDict, total=False):
     """The values to choose from, where the type does not list them."""
     words: tuple[str, ...]
     """Words that a job file may have in place of a value, such as `auto`."""
+    means: Mapping[str, Any]
+    """The values that some of these words are other names for."""
     also: tuple[type[Any], ...]
     """Other nouns whose fields may stand in its place."""
 
@@ -161,6 +163,8 @@ def _convert(value: Any, hint: Any, metadata: Mapping[str, Any], path: str) -> A
             return metadata["resolve"](value)
         except SpecError as error:
             raise error.under(path) from None
+    if "means" in metadata and isinstance(value, str):
+        value = metadata["means"].get(value.lower(), value)
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return _convert_union(value, get_args(hint), metadata, path)

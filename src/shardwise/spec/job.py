@@ -70,11 +70,12 @@ class Job(Spec):
             strategy["accumulate"] = self.strategy.accumulate
         if "stack" not in data:
             return {**data, "strategy": strategy} if strategy else data
-        own, usual = self.strategy.overlap, self.stack.overlap
+        stack = self.running_stack
+        own, usual = self.strategy.overlap, stack.overlap
         if own != usual:
             differing = (field.name for field in fields(own) if getattr(own, field.name) != getattr(usual, field.name))
             strategy.setdefault("overlap", {name: getattr(own, name) for name in differing})
-        if self.strategy.dispatch != self.stack.dispatch:
+        if self.strategy.dispatch != stack.dispatch:
             strategy["dispatch"] = self.strategy.dispatch
         return {**data, "strategy": strategy} if strategy else data
 
@@ -189,7 +190,8 @@ class Job(Spec):
     def running_stack(self) -> Stack:
         """The stack as it runs this job: what our own engine does follows from the training, others' from the model."""
         if not self.stack.is_own:
-            return self.stack.running(self.training.precision, moe=self.model.moe is not None)
+            device = self.cluster.device.name
+            return self.stack.running(self.training.precision, device, moe=self.model.moe is not None)
         cuda = self.cluster.device.vendor in ("nvidia", "amd") and self.run_device == "cuda"
         graphs = cuda and self.why_not_recorded is None
         elementwise = "compiled" if self.training.compile else self.stack.elementwise

@@ -26,11 +26,20 @@ S = TypeVar("S", bound=Spec)
 
 @dataclass(frozen=True)
 class Version:
-    """A release of a preset: where it is documented, and the fields in which it differs from the next newer one."""
+    """A release of a preset: where it is documented, and the fields in which it differs from the next newer one.
+
+    One that stands ``apart`` is other software than newer ones: ``changed`` has all of its fields, and what is known of
+    their errors says nothing of its own.
+    """
 
     name: str
     source: str
     changed: Mapping[str, Any] = field(default_factory=dict)
+    apart: bool = False
+
+
+# Presets by the names they had before they became versions of others.
+FORMER = {"deepspeed-2021": "deepspeed@2021", "megatron-2022": "megatron-core@2022"}
 
 
 def names(kind: str) -> list[str]:
@@ -40,9 +49,19 @@ def names(kind: str) -> list[str]:
 
 def every_name(kind: str) -> list[str]:
     """All preset names of a kind, with those of versions."""
-    return [
-        one for name in names(kind) for one in (name, *(f"{name}@{version.name}" for version in versions(kind, name)))
-    ]
+    return [each for name in names(kind) for each in (name, *versioned(kind, name))]
+
+
+def versioned(kind: str, name: str) -> list[str]:
+    """The names of a preset's versions, newest first."""
+    return [f"{name}@{version.name}" for version in versions(kind, name)]
+
+
+def lineage(kind: str, name: str) -> str:
+    """The name under which errors of a version are known: the preset's, or its own where it stands apart."""
+    plain, at, wanted = name.partition("@")
+    apart = at and any(version.apart for version in versions(kind, plain) if version.name == wanted)
+    return name if apart else plain
 
 
 def versions(kind: str, name: str) -> tuple[Version, ...]:
@@ -133,7 +152,7 @@ def _beside(value: Any, folder: Path) -> Any:
 
 @functools.cache
 def _preset(kind: str, cls: Any, name: str) -> Any:
-    plain, at, version = name.partition("@")
+    plain, at, version = FORMER.get(name.lower(), name).partition("@")
     path = _path(kind, plain)
     if path is None:
         remedy = nearest_name(name, names(kind)) or f"`shardwise list {kind}s` shows all"
@@ -148,7 +167,7 @@ def _of_version(kind: str, name: str, wanted: str, data: dict[str, Any]) -> dict
     if not known:
         raise SpecError("", f"{name} has no versions", f"write {name}")
     for version in known:
-        data |= version.changed
+        data = dict(version.changed) if version.apart else data | version.changed
         if version.name == wanted:
             own = {"name": f"{name.lower()}@{version.name}", "source": version.source}
             return {key: value for key, value in {**data, **own}.items() if value is not None}
@@ -172,9 +191,14 @@ def shorten(noun: Any) -> Any:
     """The preset name of ``noun`` where that alone brings it back, else all of its fields."""
     kind = {"Model": "model", "Device": "device", "Link": "link", "Stack": "stack"}.get(type(noun).__name__)
     own_class: Any = type(noun)
-    if kind and noun.name in every_name(kind) and _preset(kind, own_class, noun.name) == noun:
-        return noun.name
-    return noun.to_dict()
+    named = kind and is_preset(kind, noun.name) and _preset(kind, own_class, noun.name) == noun
+    return noun.name if named else noun.to_dict()
+
+
+def is_preset(kind: str, name: str) -> bool:
+    """Whether a preset of this kind, or a version of it, has this name."""
+    plain, at, _ = name.partition("@")
+    return name in versioned(kind, plain) if at else _path(kind, name) is not None and name == name.lower()
 
 
 def looks_like_file(text: str) -> bool:

@@ -14,23 +14,37 @@ from shardwise.spec.training import PrecisionName, Recipe
 
 OWN = "shardwise"
 _CHANGED = "-changed"
+_OF_MIXTURES = ("cuda_graphs", "fused_moe_mlp", "fused_permute", "dispatch")
 # Rows of the fullest expert over the mean, early in a training run (Tutel, Hwang et al. 2022, arXiv 2206.03382, section
 # 2: what an expert needs changes up to 4.38 times within a run); all tokens choose the same experts at most.
 _FULLEST_EXPERT = 4.38
 
+Graphs = Literal["none", "partial", "full", "step"]
+Dispatch = Literal["all-to-all", "deduplicated"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ForMixtures(Spec):
-    """What a framework does otherwise with mixtures of experts: releases bring it for some number formats first."""
+    """What a framework does otherwise with mixtures of experts: releases bring it for some number formats and devices
+    first. A field that is left out is as the `Stack` has it."""
 
     precision: tuple[PrecisionName, ...] = ()
     """Recipes that it holds for; all, if none is named."""
-    cuda_graphs: Literal["none", "partial", "full", "step"] = "none"
+    devices: tuple[str, ...] = ()
+    """Devices that it holds for, by name; all, if none is named."""
+    cuda_graphs: Graphs | None = None
     """As of the `Stack`."""
-    fused_moe_mlp: bool = False
+    fused_moe_mlp: bool | None = None
     """As of the `Stack`."""
-    fused_permute: bool = False
+    fused_permute: bool | None = None
     """As of the `Stack`."""
+    dispatch: Dispatch | None = None
+    """As of the `Stack`."""
+    overlap_ep: bool | None = None
+    """As ``overlap.ep`` of the `Stack`."""
+
+    def holds(self, precision: str, device: str) -> bool:
+        return (not self.precision or precision in self.precision) and (not self.devices or device in self.devices)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +112,7 @@ class Stack(Spec):
     adamw: Literal["in place", "foreach", "foreach unsharded"] = "in place"
     """`foreach`: torch's default, which holds the square roots of all second moments at once during the update; also of
     flat shards (FSDP1), but of FSDP2's only one parameter's (`foreach unsharded`)."""
-    dispatch: Literal["all-to-all", "deduplicated"] = "all-to-all"
+    dispatch: Dispatch = "all-to-all"
     """How tokens reach their experts, unless the strategy says otherwise."""
     exchange_units: int = count(0, minimum=0, maximum=10**4)
     """Compute units that kernels of a deduplicated exchange occupy; 0: as many as other collectives."""
@@ -189,7 +203,7 @@ class Stack(Spec):
 
     # -- host
 
-    cuda_graphs: Literal["none", "partial", "full", "step"] = "none"
+    cuda_graphs: Graphs = "none"
     """What of a step is launched as CUDA graphs."""
     launches: Literal["ahead", "one by one"] = "ahead"
     """`one by one`: Python launches every kernel of a layer, which takes a host so long (`host_seconds` of a device's
@@ -199,8 +213,8 @@ class Stack(Spec):
     routing: Literal["dropless", "capacity", "on device"] = "dropless"
     """Tokens per expert: read by the host (`dropless`), fixed (`capacity`), or known to the device alone."""
 
-    mixtures: ForMixtures | None = None
-    """Kernels and CUDA graphs that differ for mixtures of experts."""
+    mixtures: tuple[ForMixtures, ...] = ()
+    """How mixtures of experts are run otherwise, by number format and device; the first that holds counts."""
 
     # -- origin
 
@@ -215,7 +229,12 @@ class Stack(Spec):
     @property
     def base(self) -> str:
         """The name of the stack that it was before fields of it were changed, whatever its version."""
-        return self.name.removesuffix(_CHANGED).partition("@")[0]
+        return self.version.partition("@")[0]
+
+    @property
+    def version(self) -> str:
+        """As `base`, with the version that it names."""
+        return self.name.removesuffix(_CHANGED)
 
     def changed(self, **changes: Any) -> Stack:
         """With other values of some fields, which its name says; itself where they are the same."""
@@ -248,13 +267,23 @@ class Stack(Spec):
         beside = strategy.ep > 1 and strategy.overlap.ep and self.ep_overlap == "microbatches"
         return record.ahead_of_exchange if beside and strategy.pp > 1 else 0
 
-    def running(self, precision: str, *, moe: bool) -> Stack:
+    def running(self, precision: str, device: str, *, moe: bool) -> Stack:
         """With what it does otherwise for mixtures, where the model is one."""
-        own = self.mixtures
-        if own is None or not moe or (own.precision and precision not in own.precision):
+        own = next((rule for rule in self.mixtures if rule.holds(precision, device)), None) if moe else None
+        if own is None:
             return self
-        fused = {"fused_moe_mlp": own.fused_moe_mlp, "fused_permute": own.fused_permute}
-        return self.unchecked(cuda_graphs=own.cuda_graphs, **fused)
+        changes = {name: getattr(own, name) for name in _OF_MIXTURES if getattr(own, name) is not None}
+        if own.overlap_ep is not None:
+            changes["overlap"] = self.overlap.unchecked(ep=own.overlap_ep)
+        return self.unchecked(**changes)
+
+    def stated(self, **changes: Any) -> Stack:
+        """With other values of some fields, which hold for mixtures too whatever the stack does by itself."""
+        unsaid = {name: None for name in _OF_MIXTURES if name in changes}
+        if "overlap" in changes:
+            unsaid["overlap_ep"] = None
+        rules = tuple(replace(rule, **unsaid) for rule in self.mixtures) if unsaid else self.mixtures
+        return self.changed(**{"mixtures": rules, **changes})
 
     def for_experts(self, recipe: Recipe) -> Recipe:
         """What routed experts are computed in."""

@@ -62,6 +62,11 @@ class Offload(Spec):
         return max(self.optimizer, self.gradients, self.weights, self.activations) > 0
 
 
+# Libraries that send a token once to each node that has experts of it, and pass it on inside (deepseek-ai/DeepEP, whose
+# branch `hybrid-ep` has NVIDIA's); both are backends of Megatron-Core's flexible dispatcher.
+DEDUPLICATING = {"deepep": "deduplicated", "hybridep": "deduplicated"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Strategy(Spec):
     """A parallel layout of tp·cp·dp·pp devices. Expert parallelism reuses the tp·cp·dp ranks of a pipeline stage, as
@@ -115,8 +120,10 @@ class Strategy(Spec):
     """Layers of a rank that `full` recomputes; by default all."""
     context_method: Literal["ring", "all-gather", "ulysses"] = setting("ring", flag="--context-method")
     """How context parallelism computes attention."""
-    dispatch: Literal["all-to-all", "deduplicated"] = setting("all-to-all", flag="--dispatch")
-    """How tokens reach their experts; `deduplicated` sends a token to a node only once."""
+    dispatch: Literal["all-to-all", "deduplicated"] = setting(
+        "all-to-all", words=tuple(DEDUPLICATING), means=DEDUPLICATING, flag="--dispatch"
+    )
+    """How tokens reach their experts; `deduplicated` sends a token to a node only once, as `deepep` and `hybridep` do."""
     overlap: Overlap = field(default_factory=Overlap)
     """Which communication overlaps computation."""
     offload: Offload = field(default_factory=Offload, metadata={"words": (AUTO,)})

@@ -19,6 +19,7 @@ from itertools import combinations, islice
 from pathlib import Path
 from typing import NamedTuple
 
+from shardwise.spec import presets
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 
@@ -362,7 +363,8 @@ def kind_of(model: Model) -> str:
 
 
 def standing_of(job: Job) -> Standing:
-    return Standing(job.cluster.device.name, kind_of(job.model), job.stack.base, job.cluster.devices)
+    stack = presets.lineage("stack", job.stack.version)
+    return Standing(job.cluster.device.name, kind_of(job.model), stack, job.cluster.devices)
 
 
 def _truth(band: Band) -> tuple[float, float]:

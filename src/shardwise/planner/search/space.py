@@ -202,10 +202,11 @@ def model_divides(job: Job, strategy: Strategy) -> bool:
 def plain_strategy(job: Job) -> Strategy:
     """What all strategies of a search share: the dispatch and the overlap of the stack (except tp's, which is the
     job's), and the fields that no search varies."""
+    stack = job.running_stack
     return Strategy(
         stage_layers="balanced",
-        overlap=replace(job.stack.overlap, ep=False, tp=job.strategy.overlap.tp),
-        dispatch=job.stack.dispatch,
+        overlap=replace(stack.overlap, ep=False, tp=job.strategy.overlap.tp),
+        dispatch=stack.dispatch,
         recompute_operators=job.strategy.recompute_operators,
         collective=job.strategy.collective,
         bucket=job.strategy.bucket,
