@@ -306,9 +306,9 @@ def test_settings_of_the_bridge_recipes(row_id: str, cells: dict[str, Any], expe
 
 @pytest.mark.parametrize(
     ("source", "stack"),
-    [("korthikanti et al.", "megatron-2022"), ("arXiv 2401.10241", "megatron-2022"),
-     ("nvidia-nemo/megatron-bridge docs", "megatron-bridge"), ("NVIDIA/NeMo docs", "megatron-core"),
-     ("TorchTitan paper", "torchtitan"), ("SimuMax docs/a100", "simumax"), ("MegatronTutorial", "megatron-core"),
+    [("korthikanti et al.", "megatron-core@2022"), ("arXiv 2401.10241", "megatron-core@2022"),
+     ("nvidia-nemo/megatron-bridge docs", "megatron-bridge"), ("NVIDIA/NeMo docs", "megatron-core@2024"),
+     ("TorchTitan paper", "torchtitan@2024"), ("SimuMax docs/a100", "simumax"), ("MegatronTutorial", "megatron-core"),
      ("a blog", "pytorch"), ("", "pytorch")],
 )  # fmt: skip
 def test_a_source_that_is_written_otherwise_or_unknown(source: str, stack: str) -> None:

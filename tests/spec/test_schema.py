@@ -49,8 +49,9 @@ def test_it_takes_every_preset_spelled_out(kind: str) -> None:
     wrong = {}
     for path in folder.glob("*.yaml"):
         fields = dict(read_yaml(path, kind))
-        changes = [version.get("changed", {}) for version in fields.pop("versions", [])]
-        for found in (errors({**fields, **each}, NOUNS[kind]) for each in ({}, *changes)):
+        changed = [{}, *(version.get("changed", {}) for version in fields.pop("versions", []))]
+        each = [{name: value for name, value in {**fields, **own}.items() if value is not None} for own in changed]
+        for found in (errors(spelled_out, NOUNS[kind]) for spelled_out in each):
             wrong |= {path.name: found} if found else {}
     assert wrong == {}
 

@@ -132,7 +132,7 @@ def test_memory_goes_by_the_software_not_by_the_device() -> None:
     assert error_bar(job(stack={"name": "my own"})).memory_of == "all frameworks"
 
 
-@pytest.mark.parametrize("stack", ["megatron-2022", "torchtitan", "nanotron", "my own"])
+@pytest.mark.parametrize("stack", ["megatron-core@2022", "torchtitan", "nanotron", "my own"])
 def test_less_risk_asks_for_more_memory(stack: str) -> None:
     own = job(stack=stack if stack != "my own" else {"name": stack})
     factors = [memory_quantile(own, risk) for risk in (0.5, 0.2, 0.1, 0.05, 0.01, 0.0)]
@@ -143,9 +143,9 @@ def test_less_risk_asks_for_more_memory(stack: str) -> None:
 
 def test_a_known_framework_needs_its_own_quantile() -> None:
     """Of n rows all but a share of the risk, and one to come, need no more."""
-    rows = sorted(-one.error for one in memory_errors() if one.standing.stack == "megatron-2022")
+    rows = sorted(-one.error for one in memory_errors() if one.standing.stack == "megatron-core@2022")
     rank = math.ceil(0.9 * (len(rows) + 1))
-    assert memory_quantile(job(stack="megatron-2022"), 0.1) == pytest.approx(math.exp(rows[rank - 1]))
+    assert memory_quantile(job(stack="megatron-core@2022"), 0.1) == pytest.approx(math.exp(rows[rank - 1]))
 
 
 def test_strategies_of_one_job_are_told_apart_better_than_a_step_is_predicted() -> None:

@@ -52,10 +52,10 @@ def _captured(rows: str, cells: dict[str, str], since: str = "") -> Variant:
     return Variant(rows, "full-iteration CUDA graph", cells, since, stack={"cuda_graphs": "full"})
 
 
-# What recipes of single mixtures set otherwise than most of their release, which is the version of the stack (catalogue/
-# stacks/megatron-bridge.yaml): model, devices, precision, first and last container; CUDA graphs, dispatcher, overlapped
-# all-to-all (None: as the version), recomputed operators. A dense MLP that is recomputed is no operator here. "hybrid":
-# HybridEP or DeepEP. At most one line describes a row.
+# What recipes of single mixtures set otherwise than most of their release, which is the version of the stack
+# (catalogue/stacks/megatron-bridge.yaml): model, devices, precision, first and last container; CUDA graphs, dispatcher,
+# overlapped all-to-all (None: as the version), recomputed operators. A dense MLP is no operator here.
+# "hybrid": HybridEP or DeepEP. At most one line describes a row.
 _PLAIN, _ANY_BUT_MX = "plain", "^(?!.*mx)"
 _OSS = ("norm", "activation")
 _MIXTURES: tuple[tuple[str, str, str, str, str, str | None, str | None, bool | None, tuple[str, ...]], ...] = (

@@ -16,7 +16,7 @@ from shardwise.spec.hardware import Cluster, Device
 from shardwise.spec.model import Model
 from shardwise.spec.network import Link
 from shardwise.spec.parameters import active_parameter_count, parameter_count
-from shardwise.spec.stack import Stack
+from shardwise.spec.stack import ForMixtures, Stack
 from shardwise.spec.units import readable_bytes, readable_count, readable_rate, readable_seconds
 
 Row = dict[str, Any]
@@ -54,12 +54,48 @@ def _page(rows: list[Row], hidden: tuple[str, ...]) -> Page:
 
 def _presets(kind: str, noun: type[Any], figures: Callable[[Any], Row]) -> list[Row]:
     loaded = ((name, presets.load(kind, noun, name)) for name in presets.names(kind))
-    return [{"name": name, **figures(preset), "source": _sources(kind, preset)} for name, preset in loaded]
+    return [{"name": name, **figures(preset), "source": preset.source} for name, preset in loaded]
 
 
-def _sources(kind: str, preset: Any) -> str:
-    """Where a preset is documented, and each of its versions."""
-    return "; ".join([preset.source, *(f"{one.name}: {one.source}" for one in presets.versions(kind, preset.name))])
+def _stacks() -> list[Row]:
+    """A row for every version, newest first; for a stack without versions one."""
+    return [row for name in presets.names("stack") for row in _versions(name)]
+
+
+def _versions(name: str) -> list[Row]:
+    stacks = [presets.load("stack", Stack, each) for each in presets.versioned("stack", name) or [name]]
+    older = [*stacks[1:], None]
+    return [
+        {"name": stack.name, "changed": _changed(before, stack), **_stack(stack), "source": stack.source}
+        for stack, before in zip(stacks, older)
+    ]
+
+
+def _changed(before: Stack | None, stack: Stack) -> str:
+    """What is otherwise than in the next older version."""
+    if before is None:
+        return ""
+    names = (name for name, value in vars(stack).items() if value != getattr(before, name))
+    told = [_told(name, getattr(stack, name)) for name in names if name not in ("name", "source")]
+    return "; ".join(told) or "nothing"
+
+
+def _told(name: str, value: Any) -> str:
+    if name == "mixtures":
+        return "; ".join(["mixtures" + _rule(rule) for rule in value] or ["mixtures as other models"])
+    if name == "overlap":
+        return f"overlaps {', '.join(part for part, is_hidden in vars(value).items() if is_hidden) or 'nothing'}"
+    words = {True: "yes", False: "no"}.get(value, value) if isinstance(value, bool) else value
+    return f"{name.replace('_', ' ')} {words}"
+
+
+def _rule(rule: ForMixtures) -> str:
+    """How mixtures are run, and where."""
+    data = rule.to_dict()
+    where = [
+        f" {word} {', '.join(data.pop(key))}" for key, word in (("precision", "in"), ("devices", "on")) if key in data
+    ]
+    return "".join(where) + ": " + ", ".join(_told(name, value) for name, value in data.items())
 
 
 def _model(model: Model) -> Row:
@@ -119,13 +155,7 @@ def _stack(stack: Stack) -> Row:
         "dispatch": stack.dispatch,
         "kernels": stack.elementwise,
         "fused": ", ".join(fused).replace("_", " "),
-        "versions": ", ".join(map(_version, presets.versions("stack", stack.name))),
     }
-
-
-def _version(version: presets.Version) -> str:
-    """Its name, and what is otherwise than in the next newer one."""
-    return version.name + (f" ({', '.join(version.changed)})" if version.changed else "")
 
 
 def _schedules() -> list[Row]:
@@ -187,9 +217,9 @@ _PRESETS: dict[str, tuple[str, type[Any], Callable[[Any], Row]]] = {
     "devices": ("device", Device, _device),
     "links": ("link", Link, _link),
     "clusters": ("cluster", Cluster, _cluster),
-    "stacks": ("stack", Stack, _stack),
 }
 _TABLES: dict[str, Callable[[], list[Row]]] = {
+    "stacks": _stacks,
     "schedules": _schedules,
     "collectives": _collectives,
     "targets": _targets,

@@ -279,7 +279,7 @@ class Stack(Spec):
 
     def stated(self, **changes: Any) -> Stack:
         """With other values of some fields, which hold for mixtures too whatever the stack does by itself."""
-        unsaid = {name: None for name in _OF_MIXTURES if name in changes}
+        unsaid: dict[str, Any] = {name: None for name in _OF_MIXTURES if name in changes}
         if "overlap" in changes:
             unsaid["overlap_ep"] = None
         rules = tuple(replace(rule, **unsaid) for rule in self.mixtures) if unsaid else self.mixtures

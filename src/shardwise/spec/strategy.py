@@ -121,9 +121,11 @@ class Strategy(Spec):
     context_method: Literal["ring", "all-gather", "ulysses"] = setting("ring", flag="--context-method")
     """How context parallelism computes attention."""
     dispatch: Literal["all-to-all", "deduplicated"] = setting(
-        "all-to-all", words=tuple(DEDUPLICATING), means=DEDUPLICATING, flag="--dispatch"
-    )
-    """How tokens reach their experts; `deduplicated` sends a token to a node only once, as `deepep` and `hybridep` do."""
+        "all-to-all", words=tuple(DEDUPLICATING), means=DEDUPLICATING, flag="--dispatch",
+        help="how tokens reach their experts: all-to-all, or once a node: deduplicated, deepep, hybridep",
+    )  # fmt: skip
+    """How tokens reach their experts; `deduplicated` sends a token to a node only once, as `deepep` and `hybridep` do,
+    which may be written too."""
     overlap: Overlap = field(default_factory=Overlap)
     """Which communication overlaps computation."""
     offload: Offload = field(default_factory=Offload, metadata={"words": (AUTO,)})

@@ -206,5 +206,5 @@ def as_run_by(job: Job, framework: Target) -> Job:
 def own_stack(stack: Stack, framework: Target, usual: Any = None) -> Stack:
     """``stack`` if it describes the framework's software or is not a preset; else the ``usual`` one."""
     other = stack_from(usual or framework.stacks[0])
-    known = other.base == framework.stacks[0] and stack.name in framework.stacks
-    return stack if known or stack.name not in presets.every_name("stack") else other
+    known = other.base == framework.software[0] and stack.base in framework.software
+    return stack if known or not presets.is_preset("stack", stack.name) else other

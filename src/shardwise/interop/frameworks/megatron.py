@@ -325,7 +325,7 @@ def _compose(job: Job) -> Settings:
     settings: Settings = {
         **megatron_model.compose(job),
         **_PRECISION.get(training.precision, _PRECISION["bf16"]),
-        **(megatron_model.compose_stack(job) if job.stack.base in MEGATRON.stacks else {}),
+        **(megatron_model.compose_stack(job) if job.stack.base in MEGATRON.software else {}),
         **_sharding(job),
         **_pipeline(job),
         **compose_recompute(job),
@@ -447,7 +447,7 @@ MEGATRON = Target(
     compose=_compose,
     interpret=interpret,
     notes=_notes,
-    stacks=("megatron-core", "megatron-bridge", "megatron-2022", "simumax"),
+    stacks=("megatron-core", "megatron-bridge", "simumax"),
     recipe="bf16-fp32-grads",
     selective=selective,
     reasons={

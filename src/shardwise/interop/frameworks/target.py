@@ -288,6 +288,11 @@ class Target:
     def names(self) -> Names:
         return recorded(self.name)
 
+    @property
+    def software(self) -> tuple[str, ...]:
+        """The presets of its stacks, in any version."""
+        return tuple(stack.partition("@")[0] for stack in self.stacks)
+
     def settings(self, job: Job) -> Settings:
         """The job as the target's settings."""
         settings: Settings = {}
