@@ -107,7 +107,7 @@ def _megatron() -> list[CaseRun]:
                              "overlap": {"dp": False}},
                 "training": {"global_batch": batch, "seq": 2048, "precision": "fp16", "attention": "unfused",
                              "dropout": True},
-                "stack": "megatron-2022",
+                "stack": "megatron-core@2022",
             }
         )  # fmt: skip
         layers, hidden, seq, vocab = job.model.layers, job.model.hidden, 2048, job.model.vocab

@@ -104,7 +104,7 @@ GPT22 = {"hidden": 6144, "heads": 64, "ffn": 24576, "vocab": 51200, "positions":
 
 
 def stage_milliseconds(layers: int, mode: str) -> float:
-    stack = stack_from("megatron-2022")
+    stack = stack_from("megatron-core@2022")
     strategy = {"tp": 8, "microbatch": 4, "overlap": stack.overlap, **MODES[mode]}
     training = {"global_batch": 4, "seq": 2048, "precision": "fp16", "attention": "unfused", "dropout": True}
     job = Job.from_dict(

@@ -274,7 +274,7 @@ SOURCES = (
     ),
     Source(
         "NVIDIA-NeMo/Megatron-Bridge", "megatron-?bridge", "megatron-bridge",
-        "performance recipes at tags v0.2.0 to v0.5.0; no recompute unless listed below",
+        "performance recipes at tags v0.1.0rc4 to v0.6.0, by the row's container; no recompute unless listed below",
         variants=MEGATRON_BRIDGE,
     ),
     Source(

@@ -124,7 +124,7 @@ def test_seconds_of_other_software_too(job: Job, stack: str, on_nodes: bool) -> 
             "deepspeed",
             "deepspeed-changed",
             "maxtext",
-            "deepspeed-2021",
+            "deepspeed@2021",
         )
     ),
 )

@@ -144,7 +144,7 @@ def test_lines_of_each_dimension(name: str) -> None:
 def test_scattered_messages_name_their_parts() -> None:
     """Megatron of 2022 without sequence parallelism: each tensor-parallel rank sends a part."""
     plain = job(LLAMA, DGX, tp=4, dp=2, pp=2, sequence_parallel=False)
-    case = replace(plain, stack=presets.load("stack", Stack, "megatron-2022"))
+    case = replace(plain, stack=presets.load("stack", Stack, "megatron-core@2022"))
     check(case)
     message = next(line for line in lines_of(case) if line.dimension == "pp")
     assert ", then all-gather, " in message.cost.algorithm

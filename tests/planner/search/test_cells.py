@@ -28,7 +28,7 @@ CASES = [
     ("dense", "two", 48, "bf16", "adamw", "shardwise"),
     ("dense", "torus", "1M-tokens", "bf16-fp32-grads", "muon", "megatron-core"),
     ("tied", "three", 64, "bf16", "sgd", "shardwise"),
-    ("tied", "pcie", 96, "fp8", "adamw", "megatron-2022"),
+    ("tied", "pcie", 96, "fp8", "adamw", "megatron-core@2022"),
     ("window", "h100", "2M-tokens", "fp8", "adamw", "megatron-core"),
     ("window", "flat", 32, "fp16", "adamw", "nanotron"),
     ("experts", "h100", 64, "bf16", "adamw", "megatron-core"),
