@@ -92,7 +92,7 @@ def test_a_flag_names_a_version_what_it_changes_and_a_dispatch() -> None:
 
     def made(**overrides: Any) -> tuple[Job, list[str]]:
         given = {"strategy.ep": 8, **{name.replace("__", "."): value for name, value in overrides.items()}}
-        return job_from(JobArguments(fields=fields, overrides=given))
+        return job_from(JobArguments(source=fields, overrides=given))
 
     job, notes = made(stack="megatron-bridge")
     assert job.strategy.overlap.ep and job.strategy.dispatch == "deduplicated"

@@ -167,7 +167,7 @@ def _of_version(kind: str, name: str, wanted: str, data: dict[str, Any]) -> dict
     if not known:
         raise SpecError("", f"{name} has no versions", f"write {name}")
     for version in known:
-        data = dict(version.changed) if version.apart else data | version.changed
+        data = {**({} if version.apart else data), **version.changed}
         if version.name == wanted:
             own = {"name": f"{name.lower()}@{version.name}", "source": version.source}
             return {key: value for key, value in {**data, **own}.items() if value is not None}
