@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from shardwise.run.data.conversations import EVERY_FORM, Content, Conversation, Preference, RecordRules, characters
+from shardwise.run.data.conversations import EVERY_FORM, Content, Conversation, PreferencePair, RecordRules, characters
 from shardwise.run.data.encoding import Encoded, Encoder, Encoding
 from shardwise.run.data.sources import ReadingRules, read_records, require_readable
 from shardwise.run.data.token_files import BYTES, PairWriter, pairs_of_preferences, token_dtype
@@ -97,7 +97,7 @@ def build(
         raise SpecError("files", problem, "name others, or correct them")
     encoder = Encoder(encoding)
     encoder.check(first)
-    preferred = isinstance(first[0], Preference)
+    preferred = isinstance(first[0], PreferencePair)
     any_conversation = preferred or any(isinstance(content, Conversation) for content in first)
     masked = not all(isinstance(content, tuple) and all(span.counted for span in content) for content in first)
     count = tokens = counted = 0

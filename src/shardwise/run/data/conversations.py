@@ -63,14 +63,14 @@ Document = tuple[Span, ...] | Conversation
 
 
 @dataclass(frozen=True)
-class Preference:
+class PreferencePair:
     """Two answers to one prompt, of which the first was preferred."""
 
     chosen: Document
     rejected: Document
 
 
-Content = Document | Preference
+Content = Document | PreferencePair
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def content_of(record: Any, rules: RecordRules, where: str) -> tuple[Content, bo
 
 def characters(content: Content) -> int:
     """How long the text of a document is."""
-    if isinstance(content, Preference):
+    if isinstance(content, PreferencePair):
         return characters(content.chosen) + characters(content.rejected)
     if isinstance(content, Conversation):
         return _characters(list(content.messages)) + _characters(list(content.tools or ()))
@@ -188,7 +188,7 @@ def _completion(record: Mapping[str, Any]) -> Any:
     return next((record[name] for name in _COMPLETIONS if record.get(name) is not None), None)
 
 
-def _preference(record: Mapping[str, Any], where: str) -> Preference:
+def _preference(record: Mapping[str, Any], where: str) -> PreferencePair:
     if "instruction" in record:
         prompt: Any = _alpaca_prompt(record, where)
     elif isinstance(record.get("conversations"), list):
@@ -201,7 +201,7 @@ def _preference(record: Mapping[str, Any], where: str) -> Preference:
     chosen, rejected = (_answered(record, prompt, record[name], where) for name in ("chosen", "rejected"))
     if chosen == rejected:
         raise SpecError(where, "has the same answer chosen and rejected", "leave it out")
-    return Preference(_after_what_is_shared(chosen, rejected), _after_what_is_shared(rejected, chosen))
+    return PreferencePair(_after_what_is_shared(chosen, rejected), _after_what_is_shared(rejected, chosen))
 
 
 def _answered(record: Mapping[str, Any], prompt: Any, answer: Any, where: str) -> Document:
@@ -250,8 +250,8 @@ _FORMS: dict[RecordFormat, Callable[[Mapping[str, Any], str], Content]] = {
 
 
 def _with_last_answers(content: Content) -> Content:
-    if isinstance(content, Preference):
-        return Preference(_with_last_answer(content.chosen), _with_last_answer(content.rejected))
+    if isinstance(content, PreferencePair):
+        return PreferencePair(_with_last_answer(content.chosen), _with_last_answer(content.rejected))
     return _with_last_answer(content)
 
 

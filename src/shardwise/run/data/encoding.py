@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from shardwise.run.data.chat_template import ChatTemplate, Renderer, template_beside
-from shardwise.run.data.conversations import Content, Conversation, Document, Preference, Span
+from shardwise.run.data.conversations import Content, Conversation, Document, PreferencePair, Span
 from shardwise.run.data.token_files import BYTES, Tokens, tokenizer_from
 from shardwise.spec.errors import SpecError
 
@@ -58,7 +58,7 @@ class Encoder:
 
     def __call__(self, content: Content) -> list[Encoded]:
         """Raises SpecError for a conversation that the template refuses."""
-        if isinstance(content, Preference):
+        if isinstance(content, PreferencePair):
             return [self._document(content.chosen), self._document(content.rejected)]
         return [self._document(content)]
 
