@@ -28,13 +28,15 @@ def run(arguments: list[str]) -> int:
         "--out",
         required=True,
         metavar="PATH",
-        help="file or folder to write; a new one, of --to checkpoint a folder for step-NNNNNNNN",
+        help="where to write the output; a new file or folder, for --to checkpoint the folder of step-NNNNNNNN",
     )
     parser.add_argument(
         "--dtype", choices=("bf16", "fp16", "fp32"), help="data type of the weights (default: as stored)"
     )
     add_field_argument(parser, "--model", "; where the source does not include it")
-    parser.add_argument("--names", choices=("ours", "huggingface"), default="ours", help="in the one file of --to full")
+    parser.add_argument(
+        "--names", choices=("ours", "huggingface"), default="ours", help="names of the tensors in the file of --to full"
+    )
     parser.add_argument("--json", action="store_true", help="JSON output")
     parsed = parser.parse(arguments)
     source, out = path_from(parsed.source), path_from(parsed.out)

@@ -27,7 +27,7 @@ def run(arguments: list[str]) -> int:
     parser = Parser("data", _DOES, "shardwise data build python --out /tmp/corpus")
     parser.add_argument("what", choices=("build", "check"))
     parser.add_argument("files", nargs="+", help=f"files to read, or {CORPUS}: the sources of Python's own library")
-    parser.add_argument("--out", help="file or folder to write; the shards, without a suffix")
+    parser.add_argument("--out", help="where to write the output; a name for the shards, without a suffix")
     parser.add_argument(
         "--tokenizer", default="bytes", help="bytes, or a Hugging Face tokenizer.json or its folder (default bytes)"
     )
@@ -45,7 +45,7 @@ def run(arguments: list[str]) -> int:
         "--on-bad-record", choices=("stop", "skip"), default="stop",
         help="stop: end with an error; skip: leave it out, and say how many",
     )  # fmt: skip
-    processes = "processes on this machine; that tokenize (default: one per core)"
+    processes = "processes on this machine; they tokenize (default: one per core)"
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help=processes)
     parser.add_argument("--json", action="store_true", help="JSON output")
     parsed = parser.parse(arguments)
