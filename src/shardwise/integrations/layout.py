@@ -118,7 +118,7 @@ def _bucket_note(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def cluster_for(given: Any, ranks: Ranks) -> tuple[Cluster, list[str]]:
-    """As many devices of the given cluster, or of this machine's kind, as there are ranks; and notes."""
+    """A device for every rank, of the given cluster or of this machine's kind; and notes."""
     if given is None:
         if ranks.device.type != "cuda":
             raise SpecError("cluster", "is not given, and PyTorch trains on a CPU here", _CLUSTER)

@@ -129,7 +129,7 @@ class Offloaded:
     def _transfer(
         self, line: OffloadLine, lengths: Array, in_layers: Array, seconds: Any, on_link: Any
     ) -> OverlappedTransfer:
-        """``seconds`` of the whole step, in ``on_link`` of which the link is busy."""
+        """A transfer that takes ``seconds`` of the step; its link is busy for ``on_link`` of these."""
         link, line = self._link(line), replace(line, of_layers=by_row(line.of_layers, lengths))
         after: Any = line.after_bytes
         return OverlappedTransfer(
