@@ -15,13 +15,12 @@ from shardwise.cost.step.prediction import length_wait, waiting_share
 from shardwise.cost.step.stage_time import copied_alone_seconds, host_update_seconds, optimizer_seconds
 from shardwise.cost.sweep.columns import CollectiveBook, ColumnBook, ColumnClass, Group
 from shardwise.cost.sweep.parts import PartBook
-from shardwise.cost.sweep.rows import RowTable, changed, concatenated, row_tables
+from shardwise.cost.sweep.rows import RowTable, TimedRows, changed, concatenated, row_tables
 from shardwise.cost.traffic.data import DataLine, SentParameters, data_lines, tensors_of, wire_bytes
 from shardwise.cost.traffic.execution import units_taken
 from shardwise.cost.traffic.offload import OffloadLine, activation_lines, how_updated, sent_seconds, state_lines
 from shardwise.cost.traffic.traffic import (
     OverlappedTransfer,
-    Waiting,
     added_seconds,
     collective_price,
     hidden_across_layers,
@@ -51,6 +50,20 @@ class RowsAtMoment:
     def spread(self, of_blocks: Any) -> Any:
         """Figures of the blocks' kinds of rank for each of the rows."""
         return by_row(of_blocks[self.kinds], self.lengths) if is_array(of_blocks) else of_blocks
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """What every kind of rank adds to the pipeline: kind × column × row."""
+
+    tail: Array  # optimizer, slowed computation
+    waits: dict[Pass, Any]  # for transfers of each pass
+
+    @property
+    def seconds(self) -> Array:
+        """Of the slowest kind of rank."""
+        slowest: Array = sum(self.waits.values(), self.tail).max(axis=0)
+        return slowest
 
 
 class Offloaded:
@@ -84,21 +97,20 @@ class Offloaded:
             memory = maximum(memory, moments[-1].spread(held.at_update).max(axis=0))
         return memory, each[-1].host.max(axis=0) if self.offload.any else 0.0
 
-    def waiting(
-        self, rows: RowTable, part: slice, lengths: Array, tail: Array, left: dict[Pass, Waiting]
-    ) -> tuple[Array, dict[Pass, Waiting]]:
-        """Adds this offload to the ``tail`` of a step and to what is ``left`` exposed of data parallelism."""
-        if not self.offload.any:
-            return tail, left
+    def added(self, step: StepEnd, timed: TimedRows, lengths: Array, saved: Any) -> StepEnd:
+        """Adds this offload to what follows the pipeline; ``saved`` are the activations it may move."""
+        tail = step.tail
         if self.offload.weights:
             copied = copied_alone_seconds(self.job, self.contents, self.sharding)
             each, once = (by_row(1.0 * seconds, lengths) for seconds in copied)
-            tail = tail + rows.microbatches[part] * each + once
+            tail = tail + timed.microbatches * each + once
         tail = tail + by_row(self.host_update, lengths)
-        transfers = self._transfers(rows, part, lengths)
-        hidden, on_links = hidden_across_layers(transfers, *rows.ranks.windows(part))
-        together = {which: left[which].beside(waiting(transfers, hidden, on_links, which)) for which in PASSES}
-        return added_seconds(transfers, hidden, tail), together
+        transfers = self._transfers(timed, lengths, saved)
+        hidden, on_links = hidden_across_layers(transfers, timed.lasting, timed.busy)
+        waits = {
+            which: maximum(step.waits[which], waiting(transfers, hidden, on_links, which).longest) for which in PASSES
+        }
+        return StepEnd(added_seconds(transfers, hidden, tail), waits)
 
     def _link(self, line: OffloadLine) -> Topology:
         key = (line.payload, line.link, line.both_ways)
@@ -106,9 +118,8 @@ class Offloaded:
             self._links[key] = line.topology(self.cluster, self.offload.target)
         return self._links[key]
 
-    def _transfers(self, rows: RowTable, part: slice, lengths: Array) -> list[OverlappedTransfer]:
-        m = rows.microbatches[part]
-        in_layers = rows.ranks.in_layers[:, None, part]
+    def _transfers(self, timed: TimedRows, lengths: Array, saved: Any) -> list[OverlappedTransfer]:
+        m, in_layers = timed.microbatches, timed.in_layers
         transfers = [
             self._transfer(
                 line, lengths, in_layers, *(by_row(figure, lengths, line.count) for figure in (seconds, on_link))
@@ -117,7 +128,7 @@ class Offloaded:
             if seconds is not None
         ]
         if self.offload.activations:
-            moved = rows.ranks.passes.saved[:, None, part] * self.moved_share
+            moved = saved * self.moved_share
             for line in activation_lines(self.job, moved, m):
                 cost = [m * seconds for seconds in _send(self._link(line), moved)]
                 transfers.append(self._transfer(line, lengths, in_layers, *cost))
@@ -256,9 +267,13 @@ class _Batch:
         self.base = blocks[0].group.base
         self.sharding = stacked([block.columns.sharding for block in blocks])
         self.contents = _stacked_contents([block.group.ranks for block in blocks])
-        self.end_seconds = optimizer_seconds(self.job, self.contents, self.sharding) + self._tied_seconds(pricer.parts)
+        end_seconds = optimizer_seconds(self.job, self.contents, self.sharding) + self._tied_seconds(pricer.parts)
         # part × line × kind × column × block
         tickets = np.stack([block.columns.tickets for block in blocks], axis=-1)
+        # Columns that differ in memory only are timed once.
+        shards = self.sharding.shards, self.sharding.expert_shards
+        self.timed_columns, self.of_column = _distinct(end_seconds, tickets, *shards)
+        tickets, self.end_seconds = (values.take(self.timed_columns, axis=-2) for values in (tickets, end_seconds))
         self.units = np.stack([block.columns.units for block in blocks], axis=-1)
         self.present = np.argwhere(tickets.any(axis=(2, 3, 4)))
         self.seconds = pricer.collectives.seconds[tickets] * self.units[:, None]
@@ -274,6 +289,7 @@ class _Batch:
         lengths = [len(block.rows) for block in blocks]
         self.block_of_row = np.repeat(np.arange(len(blocks)), lengths)
         self.row_numbers = np.concatenate([np.arange(length) for length in lengths])
+        self.block_of_timed = np.repeat(np.arange(len(blocks)), [len(block.rows.timed) for block in blocks])
         self.rows = concatenated([block.rows for block in blocks])
 
     @cached_property
@@ -299,7 +315,7 @@ class _Batch:
         return {name: seconds for name, seconds in held.items() if seconds.any()}
 
     def pieces(self, wanted: Wanted | None) -> Iterator[TablePiece]:
-        kinds, columns = self.seconds.shape[2:4]
+        kinds, columns = len(self.blocks[0].group.ranks), len(self.of_column)
         height = max(1, CELLS_AT_ONCE // (kinds * columns))
         for start in range(0, len(self.block_of_row), height):
             yield from self._pieces_of(slice(start, start + height), wanted)
@@ -310,23 +326,20 @@ class _Batch:
 
         rows, block = self.rows, self.block_of_row[part]
         lengths = np.bincount(block, minlength=len(self.blocks))
-        tail, left = self._without_offload(part, lengths)
-        numbers, sequences = self.row_numbers[part], rows.sequences[part]
-        fast = None
+        timing = _Timing(self, part, lengths)
+        pipeline, numbers, sequences = rows.pipeline_seconds[part], self.row_numbers[part], rows.sequences[part]
+        alone, fast = pipeline + timing.seconds(), None
         if wanted is not None:
             # No way to offload is faster than none.
-            fast = wanted.is_fast((rows.pipeline_seconds[part] + _longest(tail, left)) / sequences)
+            fast = wanted.is_fast(alone / sequences)
             if not fast.any():
                 return
         moments = [self._at_moment(moment, part, lengths) for moment in MOMENTS]
         for offloaded in self.offloads:
-            waits = tail, left
-            if self._sums_more_often(offloaded.sharding):
-                waits = self._without_offload(part, lengths, offloaded.sharding)
             memory, host = offloaded.memory_bytes([moment for moment in moments if moment])
             if wanted is not None and fast is not None and not (fast & wanted.fits(memory, host)).any():
                 continue
-            step = rows.pipeline_seconds[part] + _longest(*offloaded.waiting(rows, part, lengths, *waits))
+            step = pipeline + timing.seconds(offloaded) if offloaded.offload.any else alone
             yield TablePiece(self.blocks, offloaded.offload, block, numbers, step, memory, host, sequences)
 
     def _at_moment(self, moment: Moment, part: slice, lengths: Array) -> RowsAtMoment | None:
@@ -335,45 +348,41 @@ class _Batch:
         kinds = has_head.any(axis=(1, 2)).nonzero()[0] if moment == "loss" else slice(None)
         if not isinstance(kinds, slice) and not len(kinds):
             return None
-        passes = changed(self.rows.ranks.passes, lambda rows: rows[kinds, None, part])
+        passes = changed(self.rows.passes, lambda rows: rows[kinds, None, part])
         return RowsAtMoment(moment, passes, kinds, lengths)
 
-    def _sums_more_often(self, offloaded: Sharding) -> bool:
+    def sums_more_often(self, offloaded: Sharding) -> bool:
         """Whether gradients that leave the device are summed in more microbatches than those that stay."""
         undivided = (offloaded.shards == 1) | (offloaded.expert_shards == 1)
         in_turn = self.base.pp > 1 and offloaded.gradients_sharded and self.job.recipe.fp32_shards
         return in_turn and offloaded.offload.gradients > 0 and bool(undivided.any())
 
-    def _without_offload(
-        self, part: slice, lengths: Array, sharding: Sharding | None = None
-    ) -> tuple[Array, dict[Pass, Waiting]]:
-        """Seconds that every kind of rank adds to the pipeline (optimizer, slowed computation), and its waits.
+    def without_offload(self, timed: TimedRows, lengths: Array, sharding: Sharding | None = None) -> StepEnd:
+        """What follows the pipeline, for distinct columns; ``lengths``: how many rows belong to each block.
 
         Gradients are summed as ``sharding`` says, by default as if they stayed on the device.
         """
         import numpy as np
 
-        ranks = self.rows.ranks
-        transfers = self._data_transfers(part, lengths, sharding or self.sharding)
-        lasting, busy = ranks.windows(part)
-        hidden, on_links = hidden_across_layers(transfers, lasting, busy)
+        transfers = self._data_transfers(timed, lengths, _columns(sharding or self.sharding, self.timed_columns))
+        hidden, on_links = hidden_across_layers(transfers, timed.lasting, timed.busy)
         slower: Any = waiting_share(self.job.cluster, self.job.stack, gathers_once=self.sharding.gathers_once)
         if self.job.training.lengths is not None:
             waits = [length_wait(self.job.training, block.group.base.data_parallel) for block in self.blocks]
-            slower = slower + by_row(np.array(waits), lengths) / np.sqrt(self.rows.sequences[part])
-        layers = lasting["forward"] + lasting["backward"]
-        tail = ranks.once_seconds[:, None, part] + by_row(self.end_seconds, lengths) + slower * layers
-        left = {which: waiting(transfers, hidden, on_links, which) for which in PASSES}
-        return added_seconds(transfers, hidden, tail), left
+            slower = slower + by_row(np.array(waits), lengths) / np.sqrt(timed.sequences)
+        layers = timed.lasting["forward"] + timed.lasting["backward"]
+        tail = timed.once_seconds + by_row(self.end_seconds, lengths) + slower * layers
+        left = {which: waiting(transfers, hidden, on_links, which).longest for which in PASSES}
+        return StepEnd(added_seconds(transfers, hidden, tail), left)
 
-    def _data_transfers(self, part: slice, lengths: Array, sharding: Sharding) -> list[OverlappedTransfer]:
+    def _data_transfers(self, timed: TimedRows, lengths: Array, sharding: Sharding) -> list[OverlappedTransfer]:
         """The lines of the dense parameters and of the experts, without those that cost nothing anywhere."""
-        rows, over = self.rows, (self.sharding.shards, self.sharding.expert_shards)
+        over = sharding.shards, sharding.expert_shards
         # It mostly matters only whether they are 1.
         owned = self.job.stack.owned_parameters
         shards = [2 if (count > 1).all() and not owned else by_row(count, lengths) for count in over]
         units = self._owned_units(lengths) if owned else [None] * len(over)
-        steps = rows.microbatches[part], rows.last_share[part]
+        steps = timed.microbatches, timed.last_share
         lines = [self._lines(sharding, *steps, count, unit) for count, unit in zip(shards, units)]
         transfers, library = [], self.job.cluster.library
         for (held, number), links, taken in zip(self.present, self.on_links, self.units_taken):
@@ -417,12 +426,68 @@ class _Batch:
         return data_lines(sharding, unit or SentParameters(0.0, 0.0), shards, wire, microbatches, last)
 
 
-def _longest(tail: Array, left: dict[Pass, Waiting]) -> Array:
-    """What the slowest kind of rank adds to the pipeline, its waits included."""
-    for which in PASSES:
-        tail = tail + left[which].longest
-    slowest: Array = tail.max(axis=0)
-    return slowest
+class _Timing:
+    """The time of some rows of a batch beside the pipeline; rows and columns that differ in memory only share it."""
+
+    def __init__(self, batch: _Batch, part: slice, lengths: Array) -> None:
+        import numpy as np
+
+        rows = batch.rows
+        self.batch, self.part, self.lengths = batch, part, lengths  # of the rows of each block
+        timed_row = rows.timed_row[part]
+        first = int(timed_row.min())
+        timed = slice(first, int(timed_row.max()) + 1)
+        self.of_row = timed_row - first
+        self.timed = rows.timed.beside_columns(timed)
+        self.timed_lengths = np.bincount(batch.block_of_timed[timed], minlength=len(batch.blocks))
+        self.without = batch.without_offload(self.timed, self.timed_lengths)
+
+    def seconds(self, offloaded: Offloaded | None = None) -> Array:
+        """What the slowest kind of rank adds to the pipeline: column × row."""
+        if offloaded is None:
+            return self._rows(self.without.seconds).take(self.batch.of_column, axis=0)
+        if offloaded.offload.activations:
+            saved = self.batch.rows.passes.saved[:, None, self.part]
+            return offloaded.added(self._rows(self._before(offloaded)), *self._of_rows, saved).seconds
+        return self._rows(offloaded.added(self._before(offloaded), self.timed, self.timed_lengths, 0.0).seconds)
+
+    def _before(self, offloaded: Offloaded) -> StepEnd:
+        """What an offload adds to: kind × column × timed row."""
+        if self.batch.sums_more_often(offloaded.sharding):
+            return self._columns(self.batch.without_offload(self.timed, self.timed_lengths, offloaded.sharding))
+        return self._without_of_columns
+
+    @cached_property
+    def _without_of_columns(self) -> StepEnd:
+        return self._columns(self.without)
+
+    @cached_property
+    def _of_rows(self) -> tuple[TimedRows, Array]:
+        """Each row by itself: what it saves for the backward pass may be all its own."""
+        return self._rows(self.timed), self.lengths
+
+    def _columns(self, step: StepEnd) -> StepEnd:
+        return changed(step, lambda values: values.take(self.batch.of_column, axis=-2) if is_array(values) else values)
+
+    def _rows(self, of_timed: Any) -> Any:
+        return changed(of_timed, lambda values: values.take(self.of_row, axis=-1) if is_array(values) else values)
+
+
+def _distinct(*figures: Array) -> tuple[Array, Array]:
+    """Columns (the last axis but one) of which no two have equal figures; and for every column, its number there."""
+    import numpy as np
+
+    numbers: dict[Any, int] = {}
+    by_column = [np.moveaxis(values, -2, 0) for values in figures]
+    of_column = [
+        numbers.setdefault(tuple(x.tobytes() for x in column), len(numbers)) for column in zip(*by_column, strict=True)
+    ]
+    return np.unique(of_column, return_index=True)[1], np.array(of_column)
+
+
+def _columns(sharding: Sharding, numbers: Array) -> Sharding:
+    """Some columns of a sharding of column × block."""
+    return replace(sharding, **{name: held[numbers] for name, held in vars(sharding).items() if is_array(held)})
 
 
 def _stacked_contents(ranks: list[tuple[RankContents, ...]]) -> RankContents:
