@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -243,13 +244,16 @@ class TablePricer:
         classes_of = [self.columns.classes(group) for group in groups]
         self.collectives.price_all()
         gathered: dict[tuple[Any, ...], list[TableBlock]] = {}
+        cells: Counter[tuple[Any, ...]] = Counter()
         for group, classes, rows in zip(groups, classes_of, row_tables(groups, self.parts)):
             for columns in classes if len(rows) else ():
                 block = TableBlock(group, rows, columns)
-                blocks = gathered.setdefault(block.likeness, [])
-                blocks.append(block)
-                if sum(member.cells for member in blocks) >= CELLS_TO_START:
-                    yield from _Batch(self, gathered.pop(block.likeness)).pieces(wanted)
+                likeness = block.likeness
+                gathered.setdefault(likeness, []).append(block)
+                cells[likeness] += block.cells
+                if cells[likeness] >= CELLS_TO_START:
+                    del cells[likeness]
+                    yield from _Batch(self, gathered.pop(likeness)).pieces(wanted)
         for blocks in gathered.values():
             yield from _Batch(self, blocks).pieces(wanted)
 
@@ -444,12 +448,15 @@ class _Timing:
 
     def seconds(self, offloaded: Offloaded | None = None) -> Array:
         """What the slowest kind of rank adds to the pipeline: column × row."""
-        if offloaded is None:
-            return self._rows(self.without.seconds).take(self.batch.of_column, axis=0)
-        if offloaded.offload.activations:
+        if offloaded is not None and offloaded.offload.activations:
             saved = self.batch.rows.passes.saved[:, None, self.part]
             return offloaded.added(self._rows(self._before(offloaded)), *self._of_rows, saved).seconds
-        return self._rows(offloaded.added(self._before(offloaded), self.timed, self.timed_lengths, 0.0).seconds)
+        if offloaded is None:
+            of_timed = self.without.seconds.take(self.batch.of_column, axis=0)
+        else:
+            of_timed = offloaded.added(self._before(offloaded), self.timed, self.timed_lengths, 0.0).seconds
+        seconds: Array = of_timed.take(self.of_row, axis=-1)
+        return seconds
 
     def _before(self, offloaded: Offloaded) -> StepEnd:
         """What an offload adds to: kind × column × timed row."""

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
 
+Record = TypeVar("Record")
+
 
 @dataclass(frozen=True)
 class TimedRows:
@@ -81,11 +83,16 @@ class RowTable:
 
     def part(self, rows: slice, timed: slice, first_layer: int) -> RowTable:
         """Some of the rows, their layer choices numbered from ``first_layer``."""
-        of_rows = (self.index, self.sequences, self.pipeline_seconds, self.passes, self.timed_row)
-        index, *figures, timed_row = changed(of_rows, lambda values: values[..., rows])
+
+        def cut(record: Record, places: slice) -> Record:
+            return changed(record, lambda values: values[..., places])
+
+        index = cut(self.index, rows)
         index[0] -= first_layer
-        of_time = changed(self.timed, lambda values: values[..., timed])
-        return RowTable(index, *figures, timed_row - timed.start, of_time)
+        figures = cut(self.sequences, rows), cut(self.pipeline_seconds, rows)
+        return RowTable(
+            index, *figures, cut(self.passes, rows), cut(self.timed_row, rows) - timed.start, cut(self.timed, timed)
+        )
 
     def row(self, group: Group, number: int) -> dict[str, Any]:
         layer, schedule, recompute = self.index[:, number].tolist()
@@ -108,9 +115,6 @@ def concatenated(tables: list[RowTable]) -> RowTable:
         return replace(table, timed_row=table.timed_row + start, timed=replace(timed, busy=busy))
 
     return _combined(list(map(beside, tables, first)), lambda arrays: np.concatenate(arrays, axis=-1))
-
-
-Record = TypeVar("Record")
 
 
 def changed(record: Record, change: Callable[[Any], Any]) -> Record:
