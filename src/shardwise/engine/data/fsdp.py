@@ -345,7 +345,8 @@ class GradientReduceScatter:
 
     def _may_wait(self, output: Tensor, unfinished: Unfinished) -> bool:
         """Whether the output may arrive later: FSDP does not convert its format, and someone will wait for it."""
-        same_format = all(parameter.orig_dtype == output.dtype for parameter in self.fsdp_parameters)
+        trained = (parameter for parameter in self.fsdp_parameters if parameter.sharded_param.requires_grad)
+        same_format = all(parameter.orig_dtype == output.dtype for parameter in trained)
         return same_format and (unfinished.will_finish or torch_private.current_graph_task_id() != -1)
 
     def _accumulates_into_total(self, gradients: Sequence[Any], output: Tensor) -> bool:

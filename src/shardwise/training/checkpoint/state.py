@@ -82,7 +82,7 @@ def worker_of(trainer: Trainer[Any]) -> int:
 
 def _synchronisation_states(trainer: Trainer[Any], name: Callable[[HeldParameter], str]) -> list[StateTensor]:
     """States of workers that do not synchronise every step: outer optimizer, sums in flight, a worker's step count."""
-    trained = [held for held in trainer.parameters if held.parameter.requires_grad]
+    trained = trainer.trained
     states = []
     outer, late = trainer.outer, trainer.late
     for number, held in enumerate(trained):
