@@ -100,7 +100,7 @@ def test_compiled_layers_equal_one_process(tuning: str, tensor: str) -> None:
 
 
 @pytest.mark.parametrize("tuning", TUNINGS)
-@pytest.mark.parametrize("model", ["tiny", "tiny-moe", "tiny-mla"])
+@pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
 def test_the_engine_trains_what_is_counted(tuning: str, model: str) -> None:
     job = of_layout(Layout.of(model), tuning)
     with posing_as(0, 1):

@@ -1,7 +1,7 @@
 """The engine: a job's model, cut as its strategy says, and one training step of it.
 
-Techniques are applied from outside, always in this order: stages, tuning, tensor, context, experts, FP8, recompute, compile,
-data. Each is one file or folder that knows nothing of the others.
+Techniques are applied from outside, always in this order: stages, tuning, tensor, context, experts, FP8, recompute,
+compile, data. Each is one file or folder that knows nothing of the others.
 """
 
 from __future__ import annotations
