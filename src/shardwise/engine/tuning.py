@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from shardwise.engine.parameters import local
+from shardwise.engine.parameters import divided_as, local
 from shardwise.models.adapters import adapter_of, add_adapters, is_of_adapter
 from shardwise.spec.fine_tuning import Part, Tuning
 from shardwise.spec.job import Job
@@ -71,7 +72,6 @@ def first_lengths(stages: Iterable[nn.Module]) -> Iterator[tuple[nn.Parameter, T
             if adapter is not None and adapter.magnitude is not None:
                 assert isinstance(linear.weight, Tensor)
                 squares = torch.linalg.vector_norm(local(linear.weight), dim=1, dtype=torch.float32).square()
-                yield (
-                    adapter.magnitude,
-                    (squares if adapter.over_inputs is None else adapter.over_inputs(squares)).sqrt(),
-                )
+                lengths = (squares if adapter.over_inputs is None else adapter.over_inputs(squares)).sqrt()
+                divided = isinstance(linear.weight, DTensor)  # as the lengths are
+                yield adapter.magnitude, lengths if divided else divided_as(adapter.magnitude, lengths)

@@ -80,7 +80,12 @@ class Sharded:
         ranks = mesh.sharding(*groups)
         if sharding_of(mesh.strategy).reduced_to_shards(ranks.size(ranks.ndim - 1)):
             self._reduced_always.add(unit.module)
-        sharded = fully_shard(unit.module, mesh=ranks, reshard_after_forward=again, mp_policy=policy)
+        # Weights that stay whole and are never updated are neither divided nor gathered.
+        frozen = {parameter for parameter in unit.module.parameters() if not parameter.requires_grad}
+        ignored = frozen if mesh.strategy.zero < 3 else set()
+        sharded = fully_shard(
+            unit.module, mesh=ranks, reshard_after_forward=again, mp_policy=policy, ignored_params=ignored
+        )
         if ranks.size() > 1:  # for a single rank FSDP would really divide, by 1
             # Sums, not means: the loss was divided by the tokens of the whole batch. A factor alone would make FSDP use
             # a scaling reduction, which gloo does not have.
