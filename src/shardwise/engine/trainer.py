@@ -91,6 +91,7 @@ class Trainer(ABC, Generic[Given]):
         data.start()
         widen_gradients(self.in_fp8)
         self.parameters = held(stages.values())
+        self.base: str | None = None  # fingerprint of the frozen weights, of which checkpoints hold none
         self.trained = [held for held in self.parameters if held.parameter.requires_grad]
         offload = job.strategy.offload
         self.store = (
