@@ -22,6 +22,7 @@ order; run again after it was killed, it goes on where it was."""
 _EXAMPLE = """
 shardwise generate runs/job --tokenizer bytes --prompt "def " --max-new-tokens 100
 shardwise generate models/Llama-3.2-1B --prompt "The sea" --temperature 0.7 --top-p 0.9 --tp 2
+shardwise generate models/Llama-3.2-1B --adapter runs/tuned --prompt "The sea"
 shardwise generate runs/job --prompt-file prompts.jsonl --out texts.jsonl --batch-size 32
 shardwise generate runs/job --prompt-file prompts.jsonl --out texts.jsonl --on ray --replicas 8 --run-device cuda
 torchrun --nproc-per-node 2 -m shardwise generate runs/job --prompt-tokens 1,2,3
@@ -82,6 +83,8 @@ def _parser() -> Parser:
     parser = Parser("generate", _DOES, _EXAMPLE, _FIRST)
     add = parser.add_argument
     add("source", help="run, checkpoint, Hugging Face folder or file of weights; its kind is detected")
+    adapter = "an adapter over the weights: a folder of PEFT, or a run of ours; several are added in turn"
+    add("--adapter", action="append", default=[], metavar="FOLDER", help=adapter)
     add("--prompt", action="append", default=[], metavar="TEXT", help="text to continue; several are one batch")
     add("--prompt-tokens", action="append", default=[], metavar="IDS", help="a prompt as token ids: 1,2,3")
     add("--prompt-file", metavar="FILE", help='JSON lines with "prompt" or "prompt_tokens"')
