@@ -13,8 +13,8 @@ _DOES = """Reads the weights of one of our checkpoints or runs, of a Hugging Fac
 (.pt, .pth, .bin), of a folder of DeepSpeed (ZeRO-1, 2, 3), of Megatron-LM (--ckpt-format torch or torch_dist) or of
 PyTorch's distributed checkpoint (TorchTitan's among them), and writes full: one safetensors file; huggingface: a
 folder that transformers loads; checkpoint: one of ours, for run.start_from; adapter: what a run with
-training.adapters has trained, as a folder that peft loads. Other formats hold its whole model, merged. Files of torch.save are
-read without running any code in them. One tensor is in memory at a time."""
+training.adapters has trained, as a folder that peft loads. Other formats hold its whole model, merged. Files of
+torch.save are read without running any code in them. One tensor is in memory at a time."""
 _EXAMPLE = """
 shardwise convert runs/job --to huggingface --out /tmp/model
 shardwise convert runs/tuned --to adapter --out /tmp/adapter

@@ -31,7 +31,8 @@ PREFIX = "base_model.model."
 _KEY = re.compile(r"(.+)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.weight)?")
 _UNREAD: dict[str, tuple[Any, ...]] = {
     "bias": ("none", None), "layer_replication": (None, {}, []), "lora_bias": (None, False),
-    "use_qalora": (None, False), "trainable_token_indices": (None, [], {}), "target_parameters": (None, []), "alora_invocation_tokens": (None, []),
+    "use_qalora": (None, False), "trainable_token_indices": (None, [], {}), "target_parameters": (None, []),
+    "alora_invocation_tokens": (None, []),
 }  # fmt: skip
 _MERGE = "merge it with its own tools"
 
@@ -93,7 +94,7 @@ def write_adapter(
                 raise SpecError(name, problem, "write the whole model: ⟨to=huggingface⟩")
             tensors[PREFIX + theirs] = own.contiguous()
     whole = sorted({theirs.rpartition(".")[0] for name in adapter.trained for theirs in naming.places[name].names})
-    config = _config(adapters, ranks, groups, whole, base, by_path=naming.model.moe is not None)
+    config = _config(adapters, ranks, groups, whole, base)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -124,12 +125,11 @@ def _stored(theirs: str, parts: Sequence[tuple[TensorPlace, Added]], naming: Nam
 
 def _config(
     adapters: Adapters | None, ranks: Mapping[str, int], groups: Mapping[str, Any], whole: Sequence[str],
-    base: str | None, by_path: bool,
+    base: str | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """``by_path``: since transformers 5, PEFT takes `up_proj` for the joined experts of a mixture."""
     adapters = adapters or Adapters(rank=1)
     own = {theirs.rpartition(".")[2]: rank for theirs, rank in ranks.items()}
-    if by_path or len({(theirs.rpartition(".")[2], rank) for theirs, rank in ranks.items()}) > len(own):
+    if len({(theirs.rpartition(".")[2], rank) for theirs, rank in ranks.items()}) > len(own):
         own = dict(ranks)  # a name has several ranks: modules by their whole names
     root = adapters.scaling == "rank-stabilised"
     different = {name: rank for name, rank in own.items() if rank != adapters.rank}
@@ -143,8 +143,7 @@ def _config(
         "use_rslora": root, "use_dora": adapters.method == "dora", "init_lora_weights": True,
         "fan_in_fan_out": any(place.transposed and not place.stacked for part in groups.values() for place, _ in part),
         "target_modules": sorted(own), "rank_pattern": different, "alpha_pattern": alphas,
-        "layers_to_transform": None if by_path else list(adapters.layers) or None,
-        "modules_to_save": list(whole) or None,
+        "layers_to_transform": list(adapters.layers) or None, "modules_to_save": list(whole) or None,
     }  # fmt: skip
 
 

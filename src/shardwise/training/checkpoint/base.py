@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shardwise.models.huggingface import open_folder
 from shardwise.run.checkpoint.folder import huggingface_at, start_at
-from shardwise.run.checkpoint.manifest import BASE, Box, Manifest, read_manifest
+from shardwise.run.checkpoint.manifest import BASE, Box, FullTensor, Manifest, read_manifest
 from shardwise.run.storage.place import Place, place_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
@@ -65,7 +65,7 @@ class CheckpointSource:
                 result[common.inside(wanted)] = part
         return result
 
-    def _full(self, name: str) -> Any:
+    def _full(self, name: str) -> FullTensor:
         for kind in ("weight", "buffer"):
             if f"{kind}/{name}" in self.manifest.tensors:
                 return self.manifest.tensors[f"{kind}/{name}"]
@@ -106,7 +106,7 @@ def fingerprint_of(job: Job, names: Iterable[str]) -> str:
         digest.update(name.encode())
         for row in sorted({size * number // ROWS for number in range(ROWS)}):
             values = source.slice(name, (slice(row, row + 1),)).to(torch.bfloat16).contiguous()
-            digest.update(values.view(torch.uint8).numpy())
+            digest.update(values.view(torch.uint8).numpy().data)
     return digest.hexdigest()[:32]
 
 

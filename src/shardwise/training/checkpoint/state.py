@@ -90,7 +90,10 @@ def first_tensors(trainer: Trainer[Any]) -> list[StateTensor]:
     tensors = []
     for held in trainer.parameters:
         if not is_of_adapter(held.name):
-            read, write = (partial(way, held.parameter, MASTER) for way in (optimizer.read, optimizer.write))
+            read, write = (
+                partial(optimizer.read, held.parameter, MASTER),
+                partial(optimizer.write, held.parameter, MASTER),
+            )
             dtype, places = optimizer.dtype(held.parameter, MASTER), tuple(places_of(held))
             tensors.append(StateTensor(f"{WEIGHT}/{_name(held, tied)}", held.part.shape, places, dtype, read, write))
     return tensors + balance_tensors(trainer)
