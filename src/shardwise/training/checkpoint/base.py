@@ -83,7 +83,7 @@ def require_whole(manifest: Manifest, folder: Place) -> None:
     """Raises SpecError for a checkpoint that holds only what was trained beside frozen weights."""
     if BASE in manifest.numbers:
         problem = "holds only what was trained beside frozen weights"
-        remedy = "write the whole model first: shardwise convert --to huggingface"
+        remedy = "convert it with ⟨to=huggingface⟩, and start from that"
         raise SpecError(str(folder), problem, remedy)
 
 
