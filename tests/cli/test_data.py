@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cli.running import error_line, run, run_json
 
-NOTHING_LOST = {"skipped": 0, "first_skipped": "", "repaired": 0}
+NOTHING_LOST = {"skipped": 0, "first_skipped": "", "repaired": 0, "preferences": 0, "template": ""}
 
 
 def test_text_becomes_shards_that_check(tmp_path: Path) -> None:

@@ -109,6 +109,9 @@ BESIDE: dict[str, tuple[Fields, Fields]] = {
     "sliding-window": ({}, {"model": {"sliding_window": 16}}),
     "longrope": ({}, {"model": {"numerics": {"rope_scaling": LONG}}}),
     "experts": ({}, EXPERTS),
+    "dora": ({"training": {"adapters": {}}}, {"training": {"adapters": {"method": "dora"}}}),
+    "adapters-on-experts": ({**EXPERTS, "training": {"adapters": {}}},
+                            {**EXPERTS, "training": {"adapters": {"experts": True}}}),
     "rank-order": (PIPELINE, {**PIPELINE, "order": ["tp", "cp", "pp", "dp"]}),
 }  # fmt: skip
 # What the operators of a step on a rank alone do not show, and where it is shown.

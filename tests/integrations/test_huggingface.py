@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,10 +83,10 @@ def test_what_does_not_fit_is_warned_of_or_stopped(tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        (lambda: frozen(network()), "parameters are frozen"),
-        (lambda: quantised(network()), "quantised weights are not priced"),
+        (lambda: frozen(network()), "other parameters of its attention are trained"),
+        (lambda: quantised(network()), "quantised by hqq are not priced"),
         (lambda: LlamaForSequenceClassification(network().config), "is not that of a language model"),
-        (lambda: adapted(network()), "adapters (PEFT) are not priced"),
+        (lambda: adapted(network()), "adapters of kind IA3 are not priced"),
     ],
 )
 def test_what_has_no_price_is_said_and_measured_alone(
@@ -116,17 +117,17 @@ def test_what_has_no_price_is_said_and_measured_alone(
 
 
 def frozen(model: Any) -> Any:
-    model.model.layers[0].requires_grad_(False)
+    model.model.layers[0].self_attn.q_proj.requires_grad_(False)
     return model
 
 
 def quantised(model: Any) -> Any:
-    model.config.quantization_config = {"quant_method": "bitsandbytes"}
+    model.config.quantization_config = {"quant_method": "hqq"}
     return model
 
 
 def adapted(model: Any) -> Any:
-    model.peft_config = {"default": object()}
+    model.peft_config = {"default": SimpleNamespace(peft_type="IA3")}
     return model
 
 

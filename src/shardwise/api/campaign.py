@@ -25,7 +25,7 @@ EXAMPLES = {  # and what each keyword means
     "tokens": ("15T", "tokens of the whole run (default: the job's training.tokens)"),
     "price": ("2.5/h", "money per device-hour, in $ unless a currency is given: €2.5/h"),
     "mtbf": ("50700h", "device-hours per interruption; 50700h is what Llama 3 saw"),
-    "checkpoint_seconds": ("30s", "how long a checkpoint stops training (default: the cluster's shared storage)"),
+    "checkpoint_seconds": ("30s", "how long a checkpoint stops training (default: by the cluster's shared storage)"),
     "restart_seconds": ("10min", "from an interruption to training again (default: 10min)"),
 }
 _PRICE = re.compile(

@@ -81,6 +81,7 @@ def generate(
     prompt: str | Sequence[str] = (),
     *,
     prompt_tokens: Sequence[Sequence[int]] = (),
+    adapter: str | PathLike[str] | Sequence[str | PathLike[str]] = (),
     prompt_file: str | PathLike[str] | None = None,
     out: str | PathLike[str] | None = None,
     max_new_tokens: int = NEW_TOKENS,
@@ -106,7 +107,8 @@ def generate(
 ) -> GenerationResult:
     """Continues prompts: text, ``prompt_tokens`` (a list of ids each), or a ``prompt_file`` of JSON lines.
 
-    ``source`` is a run, a checkpoint or other weights that `shardwise convert` reads, saved in any layout. A text ends
+    ``source`` is a run, a checkpoint or other weights that `shardwise convert` reads, saved in any layout; ``adapter``
+    is added to them: a folder of PEFT, or a run of ours with `training.adapters` (several in turn). A text ends
     at a token of ``stop`` (default: those that the weights' folder names; "none": no token ends it) or after
     ``max_new_tokens``. ``tp`` ranks are started here, or are those that torchrun, srun or mpirun has started. With
     ``on="ray"`` a file is divided among ``replicas`` of the model on a Ray cluster (`ray,address=...`, or one started
@@ -114,10 +116,12 @@ def generate(
     text; ``on_done`` with how many prompts of a file are done, and how many there are.
     """
     here = started()
+    adapters = [adapter] if isinstance(adapter, str | PathLike) else adapter
     request = GenerationRequest(
         str(Path(path_text(source, "source")).resolve()), model, dtype, run_device, _ranks(tp, here),
         _sampling(temperature, top_p, top_k, seed), whole_number(max_new_tokens, "⟨max_new_tokens⟩"),
-        (), whole_number(batch_size, "⟨batch_size⟩"), cache,
+        (), whole_number(batch_size, "⟨batch_size⟩"), cache=cache,
+        adapters=tuple(str(Path(path_text(one, "⟨adapter⟩")).resolve()) for one in adapters),
     )  # fmt: skip
     request.sampling.check()
     place = _ray_place(on_with_address(on, ray_address), here, prompt_file, wait_for_resources, replicas)

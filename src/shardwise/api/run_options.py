@@ -30,7 +30,7 @@ class RunOptions:
     go_on: bool = False
     """Resume from the folder's weights and position even if data, sequence, batch or optimizer differ."""
     steps: int | str | None = _sets("run.steps", "N")
-    """Steps to train; a resumed run counts those before too (default: what training.tokens needs, or 1000)."""
+    """Steps to train; a resumed run includes those before (default: what training.tokens needs, or 1000)."""
     data: tuple[str, ...] | str | None = _sets("run.data.shards", "SHARDS")
     """Token shards to train on, without a suffix; repeat for several (default: the built-in corpus)."""
     grace: Size = field(default="30s", metadata={"metavar": "TIME"})
@@ -43,7 +43,7 @@ class RunOptions:
     wait_for_resources: Size | None = _sets("run.restarts.wait", "TIME")
     """How long to wait for missing devices (default 60s; run.restarts.wait)."""
     least_devices: int | str | None = _sets("run.restarts.least_devices", "N", also={"run.restarts.shrink": True})
-    """After losing devices replan and go on with N or more; with all again when they return (run.restarts.shrink)."""
+    """After losing devices, replan for those left, N or more, and for all when they return (run.restarts.shrink)."""
     profile: str | None = _sets("run.profile", "STEPS")
     """Record these steps for `compare`, such as steps=10:12."""
     nvtx: str | None = _sets("run.nvtx", "STEPS")

@@ -155,7 +155,7 @@ def _parser() -> Parser:
     parser.add_argument("--min-bytes", metavar="SIZE", help="the smallest size (default: 8 B)")
     parser.add_argument("--max-bytes", metavar="SIZE", help="the largest size (default: what fits, at most 1 GiB)")
     parser.add_argument("--repeats", type=int, default=10, metavar="N", help="timed runs of each size (default 10)")
-    parser.add_argument("--warmup", type=int, default=2, metavar="N", help="untimed runs before (default 2)")
+    parser.add_argument("--warmup", type=int, default=2, metavar="N", help="untimed runs first (default 2)")
     parser.add_argument("--time-limit", default="3s", metavar="TIME", help="time limit; for one size (default 3s)")
     add_field_argument(parser, "--cluster", "; to predict for (default laptop)")
     where = parser.add_argument_group("where it runs")
@@ -164,9 +164,9 @@ def _parser() -> Parser:
     add_run_device_argument(where, "; under a launcher or with --on (default cpu)", "cpu")
     add_target_argument(parser)
     output = parser.add_argument_group("output")
-    output.add_argument("--out", metavar="FILE", help="file or folder to write; a CSV of every figure, in SI units")
-    output.add_argument("--picture", metavar="FILE", help="SVG file to write; time against size, and the model")
-    output.add_argument("--wiring", metavar="FILE", help=f"{WIRING_HELP}; measures every two nodes too")
+    output.add_argument("--out", metavar="FILE", help="where to write the output; a CSV of every figure, in SI units")
+    output.add_argument("--picture", metavar="FILE", help="SVG file to write; measured and predicted time over size")
+    output.add_argument("--wiring", metavar="FILE", help=f"{WIRING_HELP}; measures every pair of nodes too")
     add_output_arguments(parser)
     return parser
 
@@ -325,12 +325,16 @@ def _run_step(arguments: list[str]) -> int:
         "--steps", type=int, default=STEPS, metavar="N", help=f"steps to train; all are timed (default {STEPS})"
     )
     parser.add_argument(
-        "--warmup", type=int, default=WARMUP, metavar="N", help=f"untimed runs before; of the step (default {WARMUP})"
+        "--warmup",
+        type=int,
+        default=WARMUP,
+        metavar="N",
+        help=f"untimed runs first; of the step (default {WARMUP})",
     )
     nvtx = "mark steps, their phases and layers as NVTX ranges for nsys; the timed ones"
     parser.add_argument("--nvtx", action="store_true", help=nvtx)
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed of what is random; weights and tokens (default 0)"
+        "--seed", type=int, default=0, metavar="N", help="random seed; of weights and tokens (default 0)"
     )
     add_target_argument(parser)
     add_output_arguments(parser)

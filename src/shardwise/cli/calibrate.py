@@ -35,13 +35,15 @@ def run(arguments: list[str]) -> int:
     parser = Parser("calibrate", _DOES, _EXAMPLE)
     parser.add_argument("--from", dest="run", metavar="RUN", help="the folder of a run with --profile, or runs/last")
     parser.add_argument(
-        "--out", metavar="FILE", help=f"file or folder to write (default {CLUSTER}; with --from {RECUT} in the run)"
+        "--out", metavar="FILE", help=f"where to write the output (default {CLUSTER}; with --from {RECUT} in the run)"
     )
     add_field_argument(parser, "--cluster", "; what this hardware is (default: by its GPUs, or laptop)")
     parser.add_argument("--processes", metavar="N", help="processes on this machine (default: one per core)")
     parser.add_argument("--emulate", metavar="NODES", help=EMULATE_HELP)
     add_run_device_argument(parser, "; the device to measure (default: GPUs if any; with --on cpu)", also=("auto",))
-    parser.add_argument("--only", metavar="PARTS", help="only some of device,host,links,storage; the rest is unchanged")
+    parser.add_argument(
+        "--only", metavar="PARTS", help="measure only some of device,host,links,storage; the rest stays as it was"
+    )
     add_target_argument(parser)
     add_output_arguments(parser)
     parsed = parser.parse(arguments)

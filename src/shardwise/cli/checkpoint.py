@@ -40,7 +40,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("what", choices=("inspect", "verify", "reshard"))
     parser.add_argument("paths", nargs="+", metavar="PATH")
     parser.add_argument("--tensors", action="store_true", help="inspect: list every tensor")
-    parser.add_argument("--out", metavar="DIR", help="file or folder to write; reshard: step-NNNNNNNN goes into it")
+    parser.add_argument("--out", metavar="DIR", help="where to write the output; reshard: the folder of step-NNNNNNNN")
     parser.add_argument("--shards", metavar="N", help="reshard: the number of files")
     parser.add_argument("--weights-only", action="store_true", help="reshard: without optimizer states")
     add_output_arguments(parser)

@@ -6,12 +6,14 @@ import argparse
 import os
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from shardwise.api.quantities import amount
 from shardwise.cli.output import show_line
 from shardwise.cli.parser import Parser
 from shardwise.report.console import versioned
 from shardwise.report.progress import status
+from shardwise.run.data.conversations import ANSWERS, FORMATS, RecordRules
 from shardwise.spec.errors import SpecError, in_flags
 from shardwise.spec.units import counted
 
@@ -25,11 +27,17 @@ def run(arguments: list[str]) -> int:
     parser = Parser("data", _DOES, "shardwise data build python --out /tmp/corpus")
     parser.add_argument("what", choices=("build", "check"))
     parser.add_argument("files", nargs="+", help=f"files to read, or {CORPUS}: the sources of Python's own library")
-    parser.add_argument("--out", help="file or folder to write; the shards, without a suffix")
+    parser.add_argument("--out", help="where to write the output; a name for the shards, without a suffix")
     parser.add_argument(
         "--tokenizer", default="bytes", help="bytes, or a Hugging Face tokenizer.json or its folder (default bytes)"
     )
     parser.add_argument("--field", default="text", help="field that holds the text in JSON or Parquet records")
+    parser.add_argument("--format", choices=FORMATS, default="auto", help="form of records (default: by their fields)")
+    template = "Jinja template of conversations, or a folder that has one (default: the tokenizer's)"
+    parser.add_argument("--chat-template", metavar="FILE", help=template)
+    parser.add_argument(
+        "--answers", choices=ANSWERS, default="all", help="answers of a conversation that the loss counts (default all)"
+    )
     parser.add_argument(
         "--max-record", default="32MiB", metavar="SIZE", help="largest record that is read (default 32MiB)"
     )
@@ -37,7 +45,7 @@ def run(arguments: list[str]) -> int:
         "--on-bad-record", choices=("stop", "skip"), default="stop",
         help="stop: end with an error; skip: leave it out, and say how many",
     )  # fmt: skip
-    processes = "processes on this machine; that tokenize (default: one per core)"
+    processes = "processes on this machine; they tokenize (default: one per core)"
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help=processes)
     parser.add_argument("--json", action="store_true", help="JSON output")
     parsed = parser.parse(arguments)
@@ -59,7 +67,8 @@ def _files(names: list[str]) -> list[Path]:
 def _build(files: list[Path], out: Path, parsed: argparse.Namespace) -> int:
     from shardwise.run.data.build import build
 
-    settings = {name: getattr(parsed, name) for name in ("tokenizer", "field")}
+    settings: dict[str, Any] = {"tokenizer": parsed.tokenizer, "template": parsed.chat_template}
+    settings["records"] = RecordRules(parsed.field, parsed.format, parsed.answers)
     settings["workers"] = parsed.processes
     settings["max_record_bytes"] = int(amount(parsed.max_record, "bytes", "--max-record", "32MiB"))
     settings["skip_bad_records"] = parsed.on_bad_record == "skip"
@@ -69,7 +78,12 @@ def _build(files: list[Path], out: Path, parsed: argparse.Namespace) -> int:
     except OSError as error:
         raise SpecError(str(error.filename or out), error.strerror or str(error), "choose another place") from None
     share = "" if built.counted == built.tokens else f", {built.counted:,} of them counted by the loss"
-    line = f"{out}: {_size(built.documents, built.tokens)}{share}, vocabulary {built.vocab:,}"
+    documents = _size(built.documents, built.tokens)
+    if built.preferences:
+        documents = f"{counted(built.preferences, 'preference')}, {counted(built.tokens, 'token')}"
+    line = f"{out}: {documents}{share}, vocabulary {built.vocab:,}"
+    if built.template:
+        line += f"\nconversations written by the chat template of {built.template}"
     if built.repaired:
         line += f"\n{counted(built.repaired, 'record')} had what is no character: replaced by U+FFFD"
     first_skipped = in_flags(built.first_skipped)

@@ -33,7 +33,7 @@ def run(arguments: list[str]) -> int:
     add_job_arguments(parser)
     parser.add_argument("--world", metavar="N", help="number of ranks: data parallelism is resized to it")
     parser.add_argument("--rank", metavar="R", help="the rank to trace (default: the one that needs most memory)")
-    parser.add_argument("--skew", metavar="X", help="load of this rank's experts over the mean (default 1)")
+    parser.add_argument("--skew", metavar="X", help="load of this rank's experts, relative to the mean (default 1)")
     parser.add_argument("--full", action="store_true", help="trace every layer and microbatch instead of a few")
     add_output_arguments(parser)
     parsed = parser.parse(arguments)

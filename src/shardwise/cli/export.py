@@ -27,7 +27,7 @@ def run(arguments: list[str]) -> int:
     parser = Parser("export", "Writes a job as the configuration of another training framework.", _EXAMPLE, _FIRST)
     add_job_arguments(parser)
     parser.add_argument("--to", help="format to write; a framework's: " + ", ".join(TARGETS))
-    parser.add_argument("--out", metavar="PATH", help="file or folder to write (default: standard output)")
+    parser.add_argument("--out", metavar="PATH", help="where to write the output (default: standard output)")
     parser.add_argument("--strict", action="store_true", help="refuse a job that the framework cannot run as it is")
     parser.add_argument(
         "--anyway", action="store_true", help="also write a job that does not fit in memory under that framework"

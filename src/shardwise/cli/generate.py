@@ -22,6 +22,7 @@ order; run again after it was killed, it goes on where it was."""
 _EXAMPLE = """
 shardwise generate runs/job --tokenizer bytes --prompt "def " --max-new-tokens 100
 shardwise generate models/Llama-3.2-1B --prompt "The sea" --temperature 0.7 --top-p 0.9 --tp 2
+shardwise generate models/Llama-3.2-1B --adapter runs/tuned --prompt "The sea"
 shardwise generate runs/job --prompt-file prompts.jsonl --out texts.jsonl --batch-size 32
 shardwise generate runs/job --prompt-file prompts.jsonl --out texts.jsonl --on ray --replicas 8 --run-device cuda
 torchrun --nproc-per-node 2 -m shardwise generate runs/job --prompt-tokens 1,2,3
@@ -82,15 +83,17 @@ def _parser() -> Parser:
     parser = Parser("generate", _DOES, _EXAMPLE, _FIRST)
     add = parser.add_argument
     add("source", help="run, checkpoint, Hugging Face folder or file of weights; its kind is detected")
+    adapter = "an adapter over the weights: a folder of PEFT, or a run of ours; several are added in turn"
+    add("--adapter", action="append", default=[], metavar="FOLDER", help=adapter)
     add("--prompt", action="append", default=[], metavar="TEXT", help="text to continue; several are one batch")
     add("--prompt-tokens", action="append", default=[], metavar="IDS", help="a prompt as token ids: 1,2,3")
     add("--prompt-file", metavar="FILE", help='JSON lines with "prompt" or "prompt_tokens"')
-    add("--out", metavar="FILE", help='file or folder to write; a new file: the same lines, with "generated"')
-    add("--max-new-tokens", default=NEW_TOKENS, metavar="N", help=f"at most so many (default {NEW_TOKENS})")
+    add("--out", metavar="FILE", help='where to write the output; a new file with the same lines and "generated"')
+    add("--max-new-tokens", default=NEW_TOKENS, metavar="N", help=f"most tokens to generate (default {NEW_TOKENS})")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 (default): always the most likely token")
     add("--top-p", type=float, metavar="P", help="draw from the fewest tokens whose probabilities add up to P")
     add("--top-k", type=int, metavar="K", help="draw from the K most likely tokens")
-    add("--seed", type=int, default=0, help="seed of what is random; drawing tokens (default 0)")
+    add("--seed", type=int, default=0, help="random seed; of drawing tokens (default 0)")
     add("--stop", metavar="IDS", help="tokens that end a text, or none (default: those that the folder names)")
     add("--batch-size", default=BATCH, metavar="N", help=f"prompts generated together (default {BATCH})")
     add_field_argument(parser, "--tp", "; with --on ray of each replica (default 1; under a launcher all its ranks)")

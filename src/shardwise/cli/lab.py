@@ -53,10 +53,10 @@ def _parser() -> Parser:
         _EXAMPLE,
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="the lab to run")
-    parser.add_argument("--short", action="store_true", help="measure less of the same, in seconds")
-    parser.add_argument("--out", metavar="FOLDER", help="file or folder to write; a folder for its pictures and traces")
+    parser.add_argument("--short", action="store_true", help="measure less, within seconds")
+    parser.add_argument("--out", metavar="FOLDER", help="where to write the output; a folder for pictures and traces")
     parser.add_argument(
-        "--contradict", action="store_true", help="judge by a theory that is wrong by ten times: the lab has to fail"
+        "--contradict", action="store_true", help="judge by a theory that is off by a factor of ten: the lab must fail"
     )
     add_output_arguments(parser)
     return parser

@@ -31,7 +31,7 @@ from shardwise.spec.job import Job
 
 _DEVICES = ("cpu", "cuda")
 EMULATE_HELP = "run on virtual nodes of this machine; 2x2,1Gbit,1ms is 2 nodes of 2 ranks (as root; docs/emulate.md)"
-WIRING_HELP = "on several nodes: file to write of what was measured between them, for cluster.wiring of a job"
+WIRING_HELP = "file for what was measured between nodes, which cluster.wiring of a job reads"
 # Flags of earlier versions that are options of a target now: the option that each became, and of which targets.
 _OLD = {
     "sbatch": ("", ("slurm",)),

@@ -103,7 +103,7 @@ def _parser() -> Parser:
     output = parser.add_argument_group("output")
     output.add_argument("--top", metavar="N", help="how many layouts to show (default 3; with --details 8)")
     output.add_argument("--all", dest="unfolded", action="store_true", help="list near-duplicate layouts separately")
-    out = "file or folder to write; the plan as a job file, or - for none (default job.yaml)"
+    out = "where to write the output; a job file, or - for none (default job.yaml)"
     output.add_argument("--out", default="job.yaml", metavar="FILE", help=out)
     add_details_argument(parser)
     add_plot_argument(add_output_arguments(parser))

@@ -26,7 +26,7 @@ def run(arguments: list[str]) -> int:
     )
     add_job_arguments(parser, "job file (YAML), which flags override; or the folder of a run: runs/last is the newest")
     add_campaign_arguments(parser)
-    out = "file or folder to write; one HTML file (default report.html)"
+    out = "where to write the output; one HTML file (default report.html)"
     parser.add_argument("-o", "--out", default="report.html", metavar="FILE", help=out)
     parser.add_argument("--no-search", dest="search", action="store_false", help="do not search for other strategies")
     parser.add_argument("--time-limit", metavar="10min", help="time limit; of that search, in CPU time (default 1min)")

@@ -30,7 +30,7 @@ EVERY = "2s"
 def run(arguments: list[str]) -> int:
     parser = Parser("status", _DOES, _EXAMPLE)
     parser.add_argument("run", help="the run's folder, or where its checkpoints are; runs/last is the newest run")
-    watch = f"show it again every TIME (default {EVERY}) until the run is over; not on a terminal, a line each time"
+    watch = f"show it again every TIME (default {EVERY}) until the run is over; off a terminal, a line each time"
     parser.add_argument("--watch", nargs="?", const=EVERY, metavar="TIME", help=watch)
     port = "serve the state of the run to Prometheus on 127.0.0.1; until interrupted; 0 is any free port"
     parser.add_argument("--metrics-port", metavar="PORT", help=port)

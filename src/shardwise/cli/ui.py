@@ -15,8 +15,8 @@ shardwise ui
 shardwise ui --model llama3-70b --cluster dgx-h100:8 --tp 8 --pp 2 --zero 1 --global-batch 512 --seq 8192 --open
 """
 _DOES = """A page on this machine that prices a job while you change it: verdict, memory, timeline, communication, the
-nearest published runs, two layouts side by side, the search, exports. It answers on 127.0.0.1 alone, reads no file
-for it and runs nothing. A job file or flags say what it opens with."""
+nearest published runs, two layouts side by side, the search, exports. It listens on 127.0.0.1 only; the page
+reads no file of this machine and runs nothing. It opens with the job that a file or flags describe."""
 _PORT = 8765
 
 

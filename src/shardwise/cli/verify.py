@@ -30,7 +30,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--shrink", action="store_true", help="fewer layers and smaller widths, the same kind of model")
     add_run_device_argument(parser.add_argument_group("where it runs"), " (default cpu; with --on the job's)")
     add_target_argument(parser)
-    parser.add_argument("--seed", type=int, default=0, help="seed of what is random; weights and tokens (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed; of weights and tokens (default 0)")
     add_output_arguments(parser)
     parsed = parser.parse(arguments)
     here = started()

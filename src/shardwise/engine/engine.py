@@ -1,7 +1,7 @@
 """The engine: a job's model, cut as its strategy says, and one training step of it.
 
-Techniques are applied from outside, always in this order: stages, tensor, context, experts, FP8, recompute, compile,
-data. Each is one file or folder that knows nothing of the others.
+Techniques are applied from outside, always in this order: stages, tuning, tensor, context, experts, FP8, recompute,
+compile, data. Each is one file or folder that knows nothing of the others.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from shardwise.engine.refuse import require_runs
 from shardwise.engine.tensor.apply import apply_tensor
 from shardwise.engine.torch_private import has_forward_pre_hooks
 from shardwise.engine.trainer import StepResult, Trainer
+from shardwise.engine.tuning import apply_tuning
 from shardwise.layout.groups import node_of
 from shardwise.layout.stages import built_layers, embedding_on_both_ends, placement, stages_of_rank
 from shardwise.models.decoder import Decoder
@@ -62,6 +63,7 @@ class Engine(Trainer[Batch]):
         self.mixtures = [
             module for stage in stages.values() for module in stage.modules() if isinstance(module, MoELayer)
         ]
+        self.begin_adapters()
         self.graphs = StepGraphs(job, self.optimizer.param_groups)
 
     def step(self, batch: Batch, *, loss_limit: Tensor | float | None = None) -> StepResult:
@@ -95,6 +97,7 @@ def cut_stages(job: Job, mesh: Mesh) -> dict[int, nn.Module]:
     for stage in stages_of_rank(job, mesh.pipeline_rank):
         with torch.device("meta"):
             decoder = keep_stage(Decoder(job.model), layers[stage], first=stage == 0, last=stage == last)
+        apply_tuning(decoder, job, precision_of(job.training).compute)
         apply_tensor(decoder, mesh, decoder_patterns(job.model), job.model)
         apply_attention(decoder, job.training)
         apply_context(decoder, mesh, job.strategy)

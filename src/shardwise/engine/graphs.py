@@ -61,7 +61,7 @@ class StepGraphs:
     """
 
     def __init__(self, job: Job, groups: list[dict[str, Any]]) -> None:
-        device = groups[0]["params"][0].device
+        device = groups[0]["step"].device
         self._groups = groups
         self._required = job.training.graphs is True
         self.reason: str | None = None

@@ -39,9 +39,10 @@ from shardwise.engine.pipeline.runtime import (
 from shardwise.engine.pipeline.tied import TiedEnds
 from shardwise.engine.profiler_ranges import named, sent
 from shardwise.engine.refuse import may_offload
+from shardwise.engine.tuning import first_lengths, trains_below
 from shardwise.layout.groups import rank_at
 from shardwise.layout.sharding import updates_on_device
-from shardwise.layout.stages import placement
+from shardwise.layout.stages import built_layers, placement
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 
@@ -90,6 +91,8 @@ class Trainer(ABC, Generic[Given]):
         data.start()
         widen_gradients(self.in_fp8)
         self.parameters = held(stages.values())
+        self.base: str | None = None  # fingerprint of the frozen weights, of which checkpoints hold none
+        self.trained = [held for held in self.parameters if held.parameter.requires_grad]
         offload = job.strategy.offload
         self.store = (
             Store(offload, device, updates_on_device=updates_on_device(job, offload)) if may_offload(job) else None
@@ -106,7 +109,7 @@ class Trainer(ABC, Generic[Given]):
         # Workers that do not synchronise in every step are separate worlds.
         self.workers = 1 if job.strategy.synchronise.every_step else mesh.size("dp")
         together = None if self.workers == 1 else mesh.group("worker")
-        copies = [ranks_with_copy(held.part, mesh) / self.workers for held in self.parameters]
+        copies = [ranks_with_copy(held.part, mesh) / self.workers for held in self.trained]
         self.gradient_norm = GradientNorm(copies, device, together)
         self.pipeline = self._pipeline(precision.compute) if job.strategy.pp > 1 else None
         if job.strategy.compression.compresses_momentum:
@@ -137,7 +140,7 @@ class Trainer(ABC, Generic[Given]):
             divisor = divisor * self.workers
         loss = self._passes(microbatches, divisor)
         with named(StepPhase.LAST_SUMS):
-            sum_partial(self.parameters, self.mesh)
+            sum_partial(self.trained, self.mesh)
             if self.tied:
                 self.tied.add_gradients()
         if self.scaler is not None:
@@ -157,10 +160,10 @@ class Trainer(ABC, Generic[Given]):
             return torch.zeros((), device=self.device)
         if self.late is not None and self.tied and self.tied.weight.grad is not None:
             self.tied.copy_of(self.tied.weight.grad)
-        gradients, largest = [held.gradient for held in self.parameters], self.job.training.optimization.clip_norm
+        gradients, largest = [held.gradient for held in self.trained], self.job.training.optimization.clip_norm
         if self.optimizer.learnt_steps is not None:
             largest = None  # the momentum was exchanged before the whole gradient was known
-        elsewhere = self.data.settle_gradients(held.parameter for held in self.parameters)
+        elsewhere = self.data.settle_gradients(held.parameter for held in self.trained)
         norm, scale = self.gradient_norm(gradients, refused, elsewhere), None
         bad = (~torch.isfinite(norm)).float()
         if self.scaler is not None:
@@ -212,11 +215,17 @@ class Trainer(ABC, Generic[Given]):
         synchronise = self.job.strategy.synchronise
         if synchronise.every_step or self.mesh.size("dp") == 1:
             return None, None
-        trained = [held.parameter for held in self.parameters if held.parameter.requires_grad]
+        trained = [held.parameter for held in self.trained]
         if synchronise.is_async:
             return None, LateSums(trained, self.mesh.group("dp"), synchronise.staleness)
         values = [self.optimizer.values(parameter) for parameter in trained]
         return OuterSteps(values, self.mesh.group("dp"), synchronise), None
+
+    def begin_adapters(self) -> None:
+        """Call when the frozen weights have their values, and before those of trained adapters are loaded."""
+        for parameter, lengths in first_lengths(self.stages.values()):
+            self.optimizer.write(parameter, MASTER, lengths)
+        self.data.publish()
 
     def on_weights_loaded(self) -> None:
         """Call after weights were set from outside, equally on all data-parallel ranks."""
@@ -337,6 +346,9 @@ class Trainer(ABC, Generic[Given]):
         inputs: Any = getattr(microbatch, "tokens", None)
         return self.call(stage, inputs, microbatch, True).float()
 
+    def _trains_below(self, stage: int) -> bool:
+        return trains_below(self.job, (layer for layers in built_layers(self.job)[:stage] for layer in layers))
+
     def _pipeline(self, dtype: torch.dtype) -> PipelineRunner:
         job, strategy, mesh = self.own_job, self.own_job.strategy, self.mesh
         parts = strategy.cp * (strategy.tp if strategy.sequence_parallel else 1)
@@ -350,5 +362,5 @@ class Trainer(ABC, Generic[Given]):
             mailbox = Mailbox(mesh.group("pp"), message)
         return PipelineRunner(
             schedule_of(job, mesh.rank("dp")), self.stages, mesh.pipeline_rank, mailbox,
-            reductions=self.data.parts, tied=self.tied, call=self.call,
+            reductions=self.data.parts, tied=self.tied, call=self.call, trains_below=self._trains_below,
         )  # fmt: skip

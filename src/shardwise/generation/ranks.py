@@ -33,7 +33,7 @@ from shardwise.training.convert.weights import DTYPES, Weights
 
 def opened_weights(request: GenerationRequest) -> Weights:
     """The weights in a single type: the requested one, or that of the embedding."""
-    weights = open_weights(Path(request.source), request.model)
+    weights = open_weights(Path(request.source), request.model, [Path(folder) for folder in request.adapters])
     return weights.as_type(request.dtype or stored_dtype(weights))
 
 

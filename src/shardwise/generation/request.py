@@ -59,6 +59,7 @@ class GenerationRequest:
     max_new_tokens: int = 64
     stop: tuple[int, ...] = ()  # tokens that end a text
     batch: int = 8  # prompts generated together
+    adapters: tuple[str, ...] = ()  # folders of what is added to the weights
     cache: bool = True  # without it, every token reads the whole text again
 
     def about(self) -> dict[str, Any]:

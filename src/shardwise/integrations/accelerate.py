@@ -24,7 +24,7 @@ from shardwise.integrations.layout import (
     loaded_split,
     require_split,
 )
-from shardwise.integrations.module import NotPriced
+from shardwise.integrations.tuning import NotPriced
 from shardwise.integrations.watch import RunWatch
 from shardwise.spec.errors import SpecError
 from shardwise.spec.installation import require_packages

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from shardwise.integrations.accelerate import layout_of
 from shardwise.integrations.layout import FrameworkRun, Ranks, RunLayout
-from shardwise.integrations.module import NotPriced
+from shardwise.integrations.tuning import NotPriced
 from shardwise.integrations.watch import RunWatch, WatchingCallback
 from shardwise.spec.installation import require_packages
 

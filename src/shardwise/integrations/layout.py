@@ -24,13 +24,13 @@ from shardwise.api.planning import plan
 from shardwise.cost.analysis import analyze
 from shardwise.integrations.module import (
     ModuleFacts,
-    NotPriced,
     Sequences,
     language_model,
     module_facts,
     optimizer_of,
     sequences_of,
 )
+from shardwise.integrations.tuning import NotPriced
 from shardwise.interop.frameworks import Imported, target
 from shardwise.interop.frameworks.documents import flatten
 from shardwise.launch.preflight import require_fits
@@ -118,7 +118,7 @@ def _bucket_note(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def cluster_for(given: Any, ranks: Ranks) -> tuple[Cluster, list[str]]:
-    """As many devices of the given cluster, or of this machine's kind, as there are ranks; and notes."""
+    """A device for every rank, of the given cluster or of this machine's kind; and notes."""
     if given is None:
         if ranks.device.type != "cuda":
             raise SpecError("cluster", "is not given, and PyTorch trains on a CPU here", _CLUSTER)
@@ -200,7 +200,7 @@ def _accumulated(layout: RunLayout, fields: Mapping[str, Any]) -> tuple[dict[str
 
 def _of_module(facts: ModuleFacts, sequences: Sequences) -> dict[str, Any]:
     fields = {"training.seq": sequences.seq, "training.attention": facts.attention, "training.dropout": facts.dropout}
-    return {**fields, **({"strategy.recompute": "full"} if facts.recomputed else {})}
+    return {**fields, **facts.tuning, **({"strategy.recompute": "full"} if facts.recomputed else {})}
 
 
 def _precision(layout: RunLayout, facts: ModuleFacts, imported: Imported) -> dict[str, Any]:

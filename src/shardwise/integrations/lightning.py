@@ -19,7 +19,7 @@ from shardwise.integrations.layout import (
     loaded_split,
     require_split,
 )
-from shardwise.integrations.module import NotPriced
+from shardwise.integrations.tuning import NotPriced
 from shardwise.integrations.watch import RunWatch, WatchingCallback
 from shardwise.spec.installation import is_installed, require_packages
 

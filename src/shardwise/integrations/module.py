@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from shardwise.integrations.tuning import NotPriced, tuning_fields
 from shardwise.interop.huggingface import model_from_hf_config
 from shardwise.interop.jobs import model_from
 from shardwise.spec.errors import SpecError
@@ -28,10 +29,6 @@ _OPTIMIZERS = {
 _UNLIKE = 0.02  # of the parameters: more than the position rows and scales that a description may leave out
 
 
-class NotPriced(SpecError):
-    """The framework's run is valid, but this project cannot price it."""
-
-
 @dataclass(frozen=True)
 class ModuleFacts:
     """What a module determines of a job."""
@@ -43,6 +40,7 @@ class ModuleFacts:
     dropout: bool
     compiled: bool
     returns_keys: bool  # returns the keys and values of all layers together with the loss
+    tuning: Mapping[str, Any] = field(default_factory=dict)  # fields of the training; none if all weights are trained
     notes: tuple[str, ...] = ()
 
 
@@ -51,7 +49,7 @@ def module_facts(module: nn.Module, given: Any = None) -> ModuleFacts:
     network = language_model(module)
     config = getattr(network, "config", None)
     model = _described(module) if given is None else model_from(given)
-    notes = _refuse_what_is_not_priced(network, config, model)
+    notes = _differences(network, config, model)
     weights = _weights(network)
     attention = str(getattr(config, "_attn_implementation", None) or "sdpa")
     if attention not in ("eager", "sdpa", "flex_attention") and "flash" not in attention:
@@ -67,6 +65,7 @@ def module_facts(module: nn.Module, given: Any = None) -> ModuleFacts:
         compiled=any(hasattr(layer, "_orig_mod") for layer in layers),
         returns_keys=bool(getattr(config, "use_cache", False))
         and not recomputed,  # transformers does not combine the two
+        tuning=tuning_fields(network, config),
         notes=tuple(notes),
     )
 
@@ -110,8 +109,6 @@ def _described(module: nn.Module) -> Model:
         raise NotPriced("model", f"{type(own).__name__} has {said}", remedy)
     network: Any = networks[0]
     name = type(network).__name__
-    if hasattr(network, "peft_config"):
-        raise NotPriced("model", "adapters (PEFT) are not priced", "train all weights, or leave the prediction out")
     if not any(name.endswith(head) for head in _TRAINED_HEADS):
         raise NotPriced("model", f"the head of {name} is not that of a language model", remedy)
     try:
@@ -120,17 +117,13 @@ def _described(module: nn.Module) -> Model:
         raise NotPriced(f"model: {error.field}".rstrip(": "), error.problem, error.remedy or remedy) from None
 
 
-def _refuse_what_is_not_priced(network: nn.Module, config: Any, model: Model) -> list[str]:
-    """Raises NotPriced for weights that are frozen, quantised or on several devices; notes on what differs."""
-    if getattr(config, "quantization_config", None) is not None or getattr(network, "is_quantized", False):
-        raise NotPriced("model", "quantised weights are not priced", "train 16-bit or fp32 weights")
+def _differences(network: nn.Module, config: Any, model: Model) -> list[str]:
+    """Raises NotPriced for layers on several devices; notes on what differs."""
     if len(set(map(str, (getattr(network, "hf_device_map", None) or {}).values()))) > 1:
         raise NotPriced("model", "layers on several devices of one process (device_map) are not priced", "use FSDP")
-    sizes = [(_size(parameter), parameter.requires_grad) for parameter in network.parameters()]
-    every, frozen = sum(size for size, _ in sizes), sum(size for size, trained in sizes if not trained)
-    if frozen:
-        share = f"{readable_count(frozen)} of {readable_count(every)} parameters are frozen"
-        raise NotPriced("model", f"{share}; adapters and frozen layers are not priced", "train all weights")
+    if getattr(config, "quantization_config", None) is not None:
+        return []  # two codes in a byte
+    every = sum(_size(parameter) for name, parameter in network.named_parameters() if ".lora_" not in name)
     described = parameter_count(model)
     if _is_flat(network) or abs(every / described - 1) < _UNLIKE:
         return []
@@ -149,8 +142,9 @@ def _is_flat(network: nn.Module) -> bool:
 
 
 def _weights(network: nn.Module) -> str:
+    """The format of the weights that are trained."""
     counted: dict[str, int] = {}
-    for parameter in network.parameters():
+    for parameter in filter(lambda parameter: parameter.requires_grad, network.parameters()):
         name = str(parameter.dtype).removeprefix("torch.")
         counted[name] = counted.get(name, 0) + _size(parameter)
     usual = max(counted, key=lambda name: counted[name], default="float32")

@@ -27,6 +27,7 @@ _DESCRIBING = ("name", "source", "published_parameters")  # of a model: they do 
 _IDENTITY = (
     *("run.data.shards", "run.data.weights", "run.data.held_out", "run.start_from"),
     *("training.seq", "sequences", "training.optimizer"),
+    *("training.adapters", "training.trained", "training.task"),
 )
 _SPELLED = {"sequences": "training.global_batch"}
 _REPORTED = ("training.precision", "training.optimization", "run.schedule")

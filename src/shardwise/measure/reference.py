@@ -21,7 +21,9 @@ from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload.store import MASTER
 from shardwise.engine.parameters import HeldPart, divided_as, local, plain_name
-from shardwise.models.decoder import DEVIATION, Decoder, initial_value, is_bias, is_norm
+from shardwise.engine.tuning import trains
+from shardwise.models.adapters import add_adapters, is_of_adapter
+from shardwise.models.decoder import DEVIATION, Decoder, initial_value, is_bias, is_norm, is_stack_of_experts
 from shardwise.models.loss import IGNORED
 from shardwise.models.moe import MoELayer
 from shardwise.spec.errors import SpecError
@@ -47,13 +49,19 @@ def sample_batch(job: Job, step: int, seed: int, device: str = "cpu") -> Batch:
     return Batch.of(text[:, :-1].contiguous(), labels).changed(lambda tensor: tensor.to(device))
 
 
-def sample_weight(name: str, shape: Iterable[int], seed: int, model: Model) -> Tensor:
-    """A parameter of the unsharded model: its initial value, but with noise on biases (not zero) and norms (not one).
+LENGTH = 0.1  # about that of a row of `DEVIATION`, for adapters with trained lengths
 
-    A bias of zero would hide that it is added twice; and rounding in AdamW is large relative to weights near zero.
+
+def sample_weight(name: str, shape: Iterable[int], seed: int, model: Model) -> Tensor:
+    """A parameter of the unsharded model: its initial value, but with noise where that is zero or one.
+
+    A bias of zero would hide that it is added twice; and rounding in AdamW is large relative to weights near zero. An
+    adapter of zero would hide the gradient of its other half.
     """
     value = initial_value(name, shape, seed, model)
-    if not (is_bias(name) or is_norm(name)):
+    if name.endswith(".adapter.magnitude"):
+        value = value + LENGTH
+    elif not (is_bias(name) or is_norm(name) or (is_of_adapter(name) and name.endswith(".b"))):
         return value
     digest = hashlib.sha256(f"sample {seed} {name}".encode()).digest()
     random = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
@@ -101,57 +109,103 @@ class Reference:
 
 def reference_key(job: Job, steps: int, seed: int) -> str:
     """Equal for jobs that differ only in layout: a single process runs them alike."""
-    fields = (job.model, job.sequences, job.training.seq, job.training.optimization, steps, seed)
+    training = job.training
+    tuned = (training.adapters, training.trained, training.base_precision)
+    fields = (job.model, job.sequences, training.seq, training.optimization, tuned, steps, seed)
     return hashlib.sha256(repr(fields).encode()).hexdigest()[:24]
 
 
 def run_reference(job: Job, steps: int, seed: int, after_step: Callable[[], None] = lambda: None) -> Reference:
     """``steps`` AdamW steps of the unsharded model on `sample_batch`, in fp32."""
-    model = Decoder(job.model)
-    for name, parameter in model.named_parameters():
-        parameter.data.copy_(sample_weight(name, parameter.shape, seed, job.model))
+    model = TunedReference(job, seed)
+    trained = {name: parameter for name, parameter in model.weights.items() if parameter.requires_grad}
     reference, settings = Reference(), job.training.optimization
     # Biases of stacked experts have two dimensions.
-    decayed = {name: parameter.dim() > 1 and not is_bias(name) for name, parameter in model.named_parameters()}
-    matrices = [parameter for name, parameter in model.named_parameters() if decayed[name]]
-    others = [parameter for name, parameter in model.named_parameters() if not decayed[name]]
+    decayed = {name: parameter.dim() > 1 and not is_bias(name) for name, parameter in trained.items()}
+    matrices = [parameter for name, parameter in trained.items() if decayed[name]]
+    others = [parameter for name, parameter in trained.items() if not decayed[name]]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": settings.decay}, {"params": others, "weight_decay": 0.0}],
         lr=settings.learning_rate,
         betas=(settings.beta1, settings.beta2),
         eps=settings.epsilon,
     )
-    routed = _record_routes(model)
+    routed = _record_routes(model.decoder)
     for step in range(steps):
         reference.losses.append(_gradients(model, job, step, seed))
         reference.routes.append({name: _concatenated(parts) for name, parts in routed.items()})
         routed.clear()
         reference.gradients.append(
-            {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+            {name: parameter.grad.clone() for name, parameter in trained.items() if parameter.grad is not None}
         )
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm or float("inf"))
+        norm = torch.nn.utils.clip_grad_norm_(trained.values(), settings.clip_norm or float("inf"))
         reference.gradient_norms.append(float(norm))
         optimizer.step()
         optimizer.zero_grad()
-        for _, mixture in _mixtures(model):
-            mixture.update_bias(mixture.load, job.model.numerics.bias_rate)
+        for _, mixture in _mixtures(model.decoder):
+            mixture.update_bias(mixture.load, job.model.numerics.bias_rate if mixture.is_trained else 0.0)
         after_step()
-    reference.weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    reference.weights = {name: parameter.detach().clone() for name, parameter in model.weights.items()}
     return reference
 
 
-def _gradients(model: Decoder, job: Job, step: int, seed: int) -> float:
+class TunedReference:
+    """The plain decoder as a function of ``weights``, of which the job trains some.
+
+    With adapters it computes with the sums W + s·B·A themselves, of which the engine never makes one.
+    """
+
+    def __init__(self, job: Job, seed: int) -> None:
+        self.decoder, tuning = Decoder(job.model), job.training.tuning
+        self.adapters, self.adapted = tuning.adapters, set[str]()
+        named = dict(self.decoder.named_parameters())
+        if tuning.adapters is not None:
+            with torch.device("meta"):
+                other = Decoder(job.model)
+            add_adapters(other, tuning.adapters)
+            named = dict(other.named_parameters())
+        self.weights = {}
+        for name, parameter in named.items():
+            value = sample_weight(name, parameter.shape, seed, job.model)
+            self.weights[name] = value.requires_grad_(trains(tuning, name, job.model))
+            if is_of_adapter(name):
+                self.adapted.add(name.rpartition(".")[0])
+        for mixture in _mixtures(self.decoder):
+            mixture[1].router.gate.requires_grad_(trains(tuning, f"{mixture[0]}.router.gate.weight", job.model))
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """The summed loss."""
+        weights = {name: weight for name, weight in self.weights.items() if not is_of_adapter(name)}
+        for adapter in self.adapted:
+            name = adapter.removesuffix(".adapter") + ".weight" if adapter.endswith(".adapter") else adapter[:-8]
+            weights[name] = self._summed(weights[name], adapter)
+        named = {"positions": batch.positions, "documents": batch.documents}
+        loss: Tensor = torch.func.functional_call(self.decoder, weights, (batch.tokens, batch.labels), named)
+        return loss
+
+    def _summed(self, weight: Tensor, adapter: str) -> Tensor:
+        assert self.adapters is not None
+        a, b = self.weights[f"{adapter}.a"], self.weights[f"{adapter}.b"]
+        summed = weight + self.adapters.factor * (a @ b if is_stack_of_experts(f"{adapter}.a") else b @ a)
+        if self.adapters.method == "lora":
+            return summed
+        lengths = summed.detach().norm(dim=1, keepdim=True)
+        brought: Tensor = summed * (self.weights[f"{adapter}.magnitude"][:, None] / lengths)
+        return brought
+
+
+def _gradients(model: TunedReference, job: Job, step: int, seed: int) -> float:
     """Runs forward and backward over one global batch, a few sequences at a time; the mean loss over its labels."""
     batch = sample_batch(job, step, seed)
     counted = batch.counted
-    for _, mixture in _mixtures(model):
+    for _, mixture in _mixtures(model.decoder):
         mixture.balance_scale = job.model.numerics.balance_loss / job.sequences
     total = 0.0
     each = max(1, MOST_TOKENS // job.training.seq)
     for start in range(0, job.sequences, each):
         part = batch.changed(lambda tensor, start=start: tensor[start : start + each])  # type: ignore[misc]
-        loss = model(part.tokens, part.labels, positions=part.positions, documents=part.documents) / counted
-        loss.backward()
+        loss = model(part) / counted
+        loss.backward()  # type: ignore[no-untyped-call]
         total += loss.item()
     return total
 

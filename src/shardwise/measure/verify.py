@@ -7,7 +7,7 @@ wrote to a file: so all replicas are checked, and only deviations are gathered.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -147,7 +147,7 @@ def _gradient_errors(engine: Engine, expected: Mapping[str, Tensor]) -> dict[str
     For stacked experts, the norm of each: one of many would be lost in the norm of all. Zero for other ranks' experts.
     """
     errors_of = {}
-    for held in engine.parameters:
+    for held in engine.trained:
         whole = expected[reference_name(held.name, expected)]
         tensor = engine.gradient(held)
         if tensor is None:
@@ -363,27 +363,27 @@ def _compare(rank: Rank, job: Job, steps: int, seed: int, path: str, device: str
             deviations["loss"].append(relative(at, float(loss), reference.losses[step]))
             expected = reference.gradients[step]
             deviations["gradient"] += _deviations(
-                engine, engine.gradient, expected, gradient_scales(expected), f", {at}"
+                engine.trained, engine.gradient, expected, gradient_scales(expected), f", {at}"
             )
             norm = float(engine.update())
             deviations["gradient_norm"].append(relative(at, norm, reference.gradient_norms[step]))
             if rank.number == 0:
                 ticks.tick()
         scales = weight_scales(reference.weights, reference.gradients, job.training.optimization)
-        deviations["weight"] += _deviations(engine, engine.weight, reference.weights, scales)
+        deviations["weight"] += _deviations(engine.parameters, engine.weight, reference.weights, scales)
     return {kind: Deviation.worst(several) for kind, several in deviations.items()}
 
 
 def _deviations(
-    engine: Engine,
+    parameters: Iterable[HeldParameter],
     held: Callable[[HeldParameter], Tensor | None],
     expected: Mapping[str, Tensor],
     scales: Mapping[str, float],
     at: str = "",
 ) -> list[Deviation]:
-    """For every parameter, this rank's part of its gradient or weight against the whole one."""
+    """For each parameter, this rank's part of its gradient or weight against the whole one."""
     deviations = []
-    for parameter in engine.parameters:
+    for parameter in parameters:
         tensor = held(parameter)
         if tensor is None:
             deviations.append(Deviation(float("inf"), f"{parameter.name}{at}: no gradient"))

@@ -123,7 +123,9 @@ class _NormedProjection(torch.autograd.Function):
         of_normed = sum_of_matmuls(flat, weights).view_as(states)
         of_states, partial, normed = rms_norm_gradients(of_normed, around, states, scale, ctx.epsilon, True)
         rows = normed.flatten(0, -2)
-        return of_states, partial.sum(0).to(scale.dtype), None, *(gradient.T @ rows for gradient in flat)
+        trained = ctx.needs_input_grad[3:]
+        of_weights = (gradient.T @ rows if needed else None for gradient, needed in zip(flat, trained))
+        return of_states, partial.sum(0).to(scale.dtype), None, *of_weights
 
 
 def gated_down(gate: Tensor, up: Tensor, down: nn.Linear, residual: Tensor) -> Tensor:
@@ -140,11 +142,12 @@ class _GatedDown(torch.autograd.Function):
         return torch.addmm(residual.flatten(0, -2), inner, weight.T).view_as(residual)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, weight = ctx.saved_tensors
         rows = gradient.flatten(0, -2)
         of_gate, of_up, inner = swiglu_gradients((rows @ weight).view_as(gate), gate, up)
-        return of_gate, of_up, rows.T @ inner.flatten(0, -2), gradient
+        of_weight = rows.T @ inner.flatten(0, -2) if ctx.needs_input_grad[2] else None
+        return of_gate, of_up, of_weight, gradient
 
 
 @torch.library.custom_op("shardwise::swiglu_gradients", mutates_args=())

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.models import kernels
+from shardwise.models.adapters import initial_adapter, is_of_adapter
 from shardwise.models.attention import Rotation, attention_scale, rotation_of
 from shardwise.models.dot_product import AttentionArguments, document_bounds
 from shardwise.models.layer import Ahead, Layer, PredictionLayer, ahead_of, window_of
@@ -236,12 +237,20 @@ def initial_value(
         value = 0.0 if model.numerics.norm_plus_one else 1.0
         return torch.full(size, value, dtype=dtype, device=device)
     deviation = DEVIATION / math.sqrt(2 * model.layers) if is_projection_back(name) else DEVIATION
+
+    def draw(own: str, shape: tuple[int, ...]) -> Tensor:
+        digest = hashlib.sha256(f"{seed}:{own}".encode()).digest()
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        if is_of_adapter(name):
+            return initial_adapter(name, shape, generator)
+        return torch.empty(shape, device=device).normal_(std=deviation, generator=generator)
+
     if not is_stack_of_experts(name):
-        return _draw(name, size, seed, deviation, device).to(dtype)
+        return draw(name, size).to(dtype)
     numbers = range(size[0]) if experts is None else experts
     result = torch.empty(_size_of(size, numbers), dtype=dtype, device=device)
     for place, number in enumerate(numbers):
-        result[place] = _draw(f"{name}[{number}]", size[1:], seed, deviation, device)
+        result[place] = draw(f"{name}[{number}]", size[1:])
     return result
 
 
@@ -264,9 +273,3 @@ def is_projection_back(name: str) -> bool:
 
 def _size_of(shape: tuple[int, ...], experts: range | None) -> tuple[int, ...]:
     return shape if experts is None else (len(experts), *shape[1:])
-
-
-def _draw(name: str, shape: tuple[int, ...], seed: int, deviation: float, device: torch.device | str) -> Tensor:
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    return torch.empty(shape, device=device).normal_(std=deviation, generator=generator)

@@ -103,10 +103,12 @@ class _Projected(torch.autograd.Function):
         return tuple(F.linear(hidden, weight) for weight in weights)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, *weights = ctx.saved_tensors
         rows, flat = hidden.flatten(0, -2), [gradient.flatten(0, -2) for gradient in gradients]
-        return (sum_of_matmuls(flat, weights).view_as(hidden), *(gradient.T @ rows for gradient in flat))
+        of_hidden = sum_of_matmuls(flat, weights).view_as(hidden) if ctx.needs_input_grad[0] else None
+        trained = ctx.needs_input_grad[1:]
+        return (of_hidden, *(gradient.T @ rows if needed else None for gradient, needed in zip(flat, trained)))
 
 
 def sum_of_matmuls(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:

@@ -15,6 +15,7 @@ from shardwise.spec.model import Model
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
 Work = Callable[[Tensor, Multiply], Any]  # takes rows, and the function that multiplies rows by their experts
+Adds = Callable[[Tensor, Tensor], Tensor]  # what an adapter adds to the products of rows and their ends
 
 
 def at_once(counts: Tensor) -> Work:
@@ -40,6 +41,9 @@ class GroupedExperts(nn.Module):
         self.gate_bias = nn.Parameter(torch.zeros(experts, width)) if biased and model.gated else None
         self.up_bias = nn.Parameter(torch.zeros(experts, width)) if biased else None
         self.down_bias = nn.Parameter(torch.zeros(experts, hidden)) if biased else None
+        self.gate_adapter: Adds | None = None
+        self.up_adapter: Adds | None = None
+        self.down_adapter: Adds | None = None
 
     def forward(self, rows: Tensor, work: Work) -> Any:
         """The result of ``work``, which may call `multiply` several times: parameters are gathered once for all."""
@@ -48,19 +52,21 @@ class GroupedExperts(nn.Module):
     def multiply(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Each expert's MLP on its own rows: ``rows`` [n, hidden] are sorted by expert, ``counts`` [experts] each."""
         ends = counts.cumsum(0).to(torch.int32)
-        up = _product(rows, self.up, self.up_bias, ends)
-        gate = () if self.gate is None else (_product(rows, self.gate, self.gate_bias, ends),)
+        up = _product(rows, self.up, self.up_bias, ends, self.up_adapter)
+        gate = () if self.gate is None else (_product(rows, self.gate, self.gate_bias, ends, self.gate_adapter),)
         inner = self.activation(*gate, up)
-        return _product(inner, self.down, self.down_bias, ends)
+        return _product(inner, self.down, self.down_bias, ends, self.down_adapter)
 
 
 def _matrix(experts: int, inputs: int, outputs: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(experts, inputs, outputs).normal_(std=0.02))
 
 
-def _product(rows: Tensor, matrices: Tensor, biases: Tensor | None, ends: Tensor) -> Tensor:
+def _product(rows: Tensor, matrices: Tensor, biases: Tensor | None, ends: Tensor, adds: Adds | None = None) -> Tensor:
     """Each row times the matrix of its expert, plus bias; the rows of an expert stop at its entry of ``ends``."""
     product = grouped_product(rows, matrices, ends)
+    if adds is not None:
+        product = product + adds(rows, ends)
     if biases is None:
         return product
     places = torch.arange(rows.shape[0], device=rows.device)[:, None]
@@ -125,11 +131,12 @@ def save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _differentiate_product(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+def _differentiate_product(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     rows, matrices, ends = ctx.saved_tensors
     gradient = gradient.contiguous()
-    for_rows = _product_in_any_format(gradient, matrices.transpose(-1, -2), ends)
-    return for_rows, _product_of_columns(rows, gradient, ends), None
+    of_rows, of_matrices = ctx.needs_input_grad[:2]
+    for_rows = _product_in_any_format(gradient, matrices.transpose(-1, -2), ends) if of_rows else None
+    return for_rows, _product_of_columns(rows, gradient, ends) if of_matrices else None, None
 
 
 _product_in_any_format.register_autograd(_differentiate_product, setup_context=save_inputs)
@@ -428,6 +435,11 @@ class MoELayer(BuffersInFp32):
         values = balance_value(torch.unflatten(scores, 0, (batch, -1)), self.sum_over_sequence(counts), self.top_k)
         scale = self.balance_coefficient / batch if self.balance_scale is None else self.balance_scale
         return with_gradient_of(weights, values.sum() * scale)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the router is: its bias stays where it is frozen."""
+        return self.router.gate.weight.requires_grad
 
     @torch.no_grad()
     def update_bias(self, total_load: Tensor, rate: float) -> None:

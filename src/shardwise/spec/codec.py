@@ -1,8 +1,8 @@
 """How the nouns of `spec` are checked, read from plain data and written back.
 
-Every noun is a frozen dataclass derived from `Spec`. Its fields convert themselves on construction
-(text with units becomes a number, a list a tuple, a mapping a nested noun), so a value built in Python,
-read from YAML or given as a flag is checked by the same code and fails with the same one line.
+Every noun is a frozen dataclass derived from `Spec`. Its fields are converted when it is made: text with units becomes
+a number, a list a tuple, a mapping a nested noun. So the same code checks a value from Python, from YAML and from a
+flag, and a mistake is the same line in each.
 """
 
 from __future__ import annotations

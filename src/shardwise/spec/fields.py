@@ -151,12 +151,6 @@ def flag_of(path: str) -> str:
     return record.flag if record is not None else ""
 
 
-def keyword_of(path: str) -> str:
-    """The keyword that sets a field; empty if there is none of its own."""
-    record = job_fields().get(path)
-    return record.keyword if record is not None else ""
-
-
 @functools.cache
 def _documentation(owner: type) -> dict[str, str]:
     """The line under each field of a dataclass and of those it extends, from their source: Python does not keep it."""

@@ -21,6 +21,7 @@ _EXTRAS = {
     "safetensors": "train",
     "pyarrow": "data",
     "tokenizers": "data",
+    "jinja2": "finetune",
     "fsspec": "remote",
     "s3fs": "remote",
     "ray": "ray",

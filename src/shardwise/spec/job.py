@@ -97,11 +97,13 @@ class Job(Spec):
 
         Hidden states between layers stay fp32. A product casts what it reads and keeps that for its backward pass, the
         copy of its weight too (aten/src/ATen/autocast_mode.cpp, cached_cast); a cache holds all copies until the
-        outermost context ends. Weights that ZeRO shards are gathered in 16 bits and need none.
+        outermost context ends. Weights that ZeRO shards are gathered in 16 bits and need none, nor does a frozen base
+        of 16 bits, whose hidden states have its format.
         """
         mixed = self.training.recipe.master > 0 and self.training.recipe.compute in ("bf16", "fp16")
         fp32_weights = self.stack.sharded_parameters == "fp32" and self.stack.masters != "none"
-        return self.stack.autocast and mixed and fp32_weights and self.strategy.zero == 0
+        narrow_base = self.training.freezes and self.training.base_precision != "computed"
+        return self.stack.autocast and mixed and fp32_weights and not narrow_base and self.strategy.zero == 0
 
     @property
     def whole_masters(self) -> bool:

@@ -70,6 +70,8 @@ def _check_tuning(model: Model, training: Training) -> None:
         path, text = f"training.trained[{index}]", training.trained[index]
         if pattern.part in ("experts", "router") and model.moe is None:
             raise SpecError(path, f"{text}, but {model.name} has no experts", "leave it out")
+        if pattern.part == "head" and model.tied_embeddings:
+            raise SpecError(path, f"{text}, but the head of {model.name} is its embedding", "use embedding")
         if pattern.layers_only and pattern.first >= model.layers:
             raise SpecError(path, f"{text} is beyond the {model.layers} layers", f"use 0 to {model.layers - 1}")
 

@@ -81,7 +81,7 @@ class Strategy(Spec):
     pp: int = count(1, maximum=MOST_RANKS, flag="--pp")
     """Pipeline parallel degree."""
     ep: int = count(1, maximum=MOST_RANKS, flag="--ep")
-    """Expert parallel degree, over the same tp·cp·dp ranks of a stage."""
+    """Expert parallel degree, over the tp·cp·dp ranks of a stage."""
     expert_tp: int | None = count(None, maximum=MOST_RANKS, flag="--expert-tp")
     """Ranks that split one expert; by default `tp`."""
     sequence_parallel: bool = setting(True, flag="--no-sp", help="tensor parallelism without sequence parallelism")
@@ -113,7 +113,7 @@ class Strategy(Spec):
     dp_shares: tuple[int, ...] | None = count(None, maximum=10_000)
     """Of unlike devices: microbatches of each data-parallel rank, relative to the others'."""
     recompute: Literal["none", "selective", "full"] = setting("none", flag="--recompute")
-    """What of a layer the backward pass recomputes: nothing, some operators, or all of it."""
+    """What the backward pass recomputes of a layer: nothing, some operators, or all of it."""
     recompute_operators: tuple[RecomputedOperator, ...] = ("attention",)
     """Operators that `selective` recomputes; `experts`: whole mixtures, router and exchange included."""
     recompute_layers: int | None = count(None, minimum=0, maximum=10_000)
@@ -131,7 +131,7 @@ class Strategy(Spec):
     offload: Offload = field(default_factory=Offload, metadata={"words": (AUTO,)})
     """What is kept outside device memory."""
     collective: str = setting("auto", flag="--collective")
-    """Algorithm of collectives: `auto` (the cheapest), `textbook`, or one where it applies."""
+    """Algorithm of collectives: `auto` (the cheapest), `textbook`, or a name, used where it applies."""
     bucket: float | None = quantity("bytes", None)
     """Bytes of gradients reduced at a time without ZeRO; by default 25 MiB."""
     compression: Compression = method_field(Compression)

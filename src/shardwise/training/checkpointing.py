@@ -16,13 +16,14 @@ import torch.distributed as dist
 from shardwise.engine.trainer import Trainer
 from shardwise.models.huggingface import open_folder
 from shardwise.run.checkpoint.folder import CheckpointFolder, huggingface_at, require_same_shapes, start_at
-from shardwise.run.storage.place import Place
+from shardwise.run.storage.place import Place, place_of
 from shardwise.run.storage.stores import CLEANUP, CLEANUP_SECONDS
 from shardwise.spec.errors import SpecError
 from shardwise.spec.run import Run
-from shardwise.training.checkpoint.load import load, newest_intact, require_intact
+from shardwise.training.checkpoint.base import fingerprint_of
+from shardwise.training.checkpoint.load import frozen_names, load, newest_intact, require_intact
 from shardwise.training.checkpoint.save import SaveError, Saver
-from shardwise.training.checkpoint.state import state_tensors
+from shardwise.training.checkpoint.state import first_tensors
 
 # -- the beginning: the newest intact checkpoint, given weights, or nothing --------------------------
 
@@ -94,16 +95,26 @@ def start_from(trainer: Trainer[Any], source: Place) -> None:
     else:
         require_intact(source, "run.start_from")
         load(trainer, source, weights_only=True)
+    trainer.begin_adapters()
+
+
+def begin(trainer: Trainer[Any]) -> None:
+    """Loads the weights that a job starts from, if it names any, and notes which base its frozen weights are."""
+    job = trainer.job
+    if job.run.start_from is not None:
+        start_from(trainer, place_of(job.run.start_from, job.run.timeouts.checkpoint))
+    if job.training.freezes:
+        agreed: list[Any] = [fingerprint_of(job, frozen_names(job)) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(agreed)
+        trainer.base = agreed[0]
 
 
 @torch.no_grad()
 def _load_huggingface(trainer: Trainer[Any], folder: Path) -> None:
     """Each rank reads the boxes it holds, one tensor at a time."""
     require_same_shapes(trainer.job.model, open_folder(folder).model, folder)
-    for state in state_tensors(trainer):
-        kind, _, name = state.key.partition("/")
-        if kind not in ("weight", "buffer"):
-            continue
+    for state in first_tensors(trainer):
+        _, _, name = state.key.partition("/")
         tensor = state.read()
         for place in state.places:
             box = tuple(slice(first, first + size) for first, size in zip(place.box.start, place.box.shape))

@@ -30,7 +30,6 @@ from shardwise.run.attempt import DRY_STEP, STOPPED, Reporter, WorldPlace
 from shardwise.run.checkpoint.folder import HeldFolders, RunFolder
 from shardwise.run.data.run_data import mixtures_of
 from shardwise.run.metrics.recorder import STARTED, EventLog, Recorder
-from shardwise.run.storage.place import place_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import read_yaml
 from shardwise.spec.job import Job
@@ -38,7 +37,7 @@ from shardwise.spec.run import Profile
 from shardwise.spec.units import counted
 from shardwise.training.agreement import StopSignal
 from shardwise.training.checkpoint.save import memory_folder
-from shardwise.training.checkpointing import State, load_newest, start_from
+from shardwise.training.checkpointing import State, begin, load_newest
 from shardwise.training.loop import Loop, LoopParts, MemoryFolder
 from shardwise.training.memory import peak_during
 from shardwise.training.profiler import PROFILED, USUAL, NvtxSteps, Profiler, flights_watched, record_collectives
@@ -124,11 +123,13 @@ def train(folder: RunFolder, place: WorldPlace, reporter: Reporter, stop: StopSi
         damaged: list[str] = []
         memory = _memory_of(job, folder, place)
         kept = None if memory is None else memory.folder
+        if job.training.freezes:  # checkpoints hold nothing of what is frozen
+            begin(engine)
         state = load_newest(engine, folder.checkpoints, damaged.append, memory=kept)
         if state is None:
             state = State()
-            if job.run.start_from is not None:
-                start_from(engine, place_of(job.run.start_from, job.run.timeouts.checkpoint))
+            if not job.training.freezes:
+                begin(engine)
         for problem in damaged:
             _logger.warning("skipped a damaged checkpoint: %s", problem)
         recorder = Recorder(job, folder.path, state.position.step) if place.rank == 0 else None

@@ -106,7 +106,7 @@ class KnownErrors:
         return sources
 
     def largest(self, device: str, besides: str = "") -> int:
-        """The most of this device in a row of any source, or of any ``besides`` one; 0 without rows."""
+        """The most devices of this kind in any row, those of the source ``besides`` left out; 0 without rows."""
         return max((most for source, most in self._largest.get(device, {}).items() if source != besides), default=0)
 
     def is_fitted(self, device: str, besides: str = "") -> bool:
@@ -291,7 +291,7 @@ def _memory_quantile(standing: Standing, risk: float) -> float:
 
 
 def memory_band(standing: Standing, errors: Sequence[RunError] | None = None) -> Band:
-    """Of memory goes by the framework: bytes do not depend on the device, but on what the software keeps."""
+    """The error bar of memory, by rows of the same framework: bytes depend on the software, not on the device."""
     width, rows, of = _of_memory(standing, COVERAGE, abs, memory_errors() if errors is None else errors)
     return Band(-width, width, len(rows), len({row.source for row in rows}), of)
 
@@ -299,11 +299,11 @@ def memory_band(standing: Standing, errors: Sequence[RunError] | None = None) ->
 def _of_memory(
     standing: Standing, share: float, size: Callable[[float], float], errors: Sequence[RunError]
 ) -> tuple[float, Sequence[RunError], str]:
-    """What a ``share`` of the sizes of errors does not exceed, the rows it is of, and words for these.
+    """The size that a ``share`` of the errors does not exceed, the rows that say so, and words for these rows.
 
-    Rows of the job's framework and kind of model, or of both kinds. Where these are so few that the quantile is beyond
-    the largest of them, or of other software that was taken for plain PyTorch too, rows of all frameworks, and no less
-    than the largest of its own.
+    They are the rows of the job's framework and kind of model; if too few for that quantile, those of its framework.
+    If these are too few as well, or of software that plain PyTorch stands in for, they are the rows of all frameworks,
+    and the size is no less than the largest of its own.
     """
     known = [row for row in errors if row.standing.stack == standing.stack]
     kind = [row for row in known if row.standing.kind == standing.kind]

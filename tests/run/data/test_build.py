@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from shardwise.run.data.build import build
+from shardwise.run.data.conversations import RecordRules
 from shardwise.run.data.order import Loader, Mixture, Stream, rows_of
 from shardwise.run.data.sources import standard_library
 from shardwise.run.data.token_files import open_pair
@@ -67,7 +68,7 @@ def test_parquet(tmp_path: Path) -> None:
     from pyarrow import parquet
 
     parquet.write_table(pyarrow.table({"body": ["one", "two"]}), tmp_path / "a.parquet")
-    build([tmp_path / "a.parquet"], tmp_path / "out", field="body")
+    build([tmp_path / "a.parquet"], tmp_path / "out", records=RecordRules(field="body"))
     assert texts(tmp_path / "out") == ["one", "two"]
 
 

@@ -435,9 +435,9 @@ def outputs_left_out(job: Job, contents: RankContents) -> tuple[int, int]:
 def weighted_outputs_left_out(job: Job, *, same_tokens: bool) -> bool:
     """Whether full recompute skips the sum or gather of the experts' outputs over ranks that split them.
 
-    It skips it where it comes last: where all experts are on every rank, and where tensor-parallel ranks hold the
-    ``same_tokens``. It repeats it where outputs must still be sent back and weighted, and where a shared expert
-    follows, of which the backward pass reads something.
+    It does where nothing follows that the backward pass reads: where all experts are on every rank, and where
+    tensor-parallel ranks hold the ``same_tokens``. It does not where the outputs are still to be sent back and
+    weighted, nor where a shared expert follows.
     """
     model = job.model
     normed = model.norms_per_layer > 2 or model.norm_after

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from shardwise.collectives.arrays import maximum, minimum, select, some
+from shardwise.collectives.arrays import is_array, maximum, minimum, select, some
 from shardwise.cost.memory.states import (
     StateBytes,
     rank_state_bytes,
@@ -350,36 +350,34 @@ class MomentMemory:
             left = minimum(spread(held.gathered_late), self.activations / passes.in_flight)
         reduced: Any = 0.0
         growing: Any = 0.0
-        not_yet: Any = 0.0
+        later: Any = 0.0
         if held.job.stack.gradients in (("made",) if at_loss else ("made", "replaced")) and some(passes.alone):
             if some(held.left_over):
                 left = left + passes.alone * spread(held.left_over)
-            later: Any = spread(held.unreplicated)
-            if some(held.reduced):
+            if some(held.reduced) and some(passes.in_turn):
                 divided = passes.alone * spread(held.reduced)
                 reduced = passes.in_turn * divided
-                later = later + (divided - reduced)
-            if some(later):
-                there = passes.losses_before if at_loss else 1.0
-                growing = passes.alone * later * (1 - there * spread(held.head_share))
+                later = spread(held.unreplicated) + (divided - reduced)
+            else:
+                later = spread(_or_zero(held.unreplicated + held.reduced))
+        # What has one figure for every row is multiplied first: it is less.
+        if grows := is_array(later) or later != 0:
+            there = passes.losses_before if at_loss else 1.0
+            growing = later * (passes.alone * (1 - there * spread(held.head_share)))
         if at_loss:
             return Absent(left, reduced, growing, growing)
-        late = passes.late
-        if some(growing) or some(late):
-            of_pass = self.activations / passes.in_flight
-            unmade = growing * 0.0
-            if some(growing):
-                own = of_pass / maximum(1, spread(held.contents.layers))
-                last = passes.alone * later * spread(held.last_share)
-                unmade = minimum(maximum(0.0, last - own), passes.others("layer"))
-            not_yet = minimum(growing + late, of_pass + unmade)
-        return Absent(left, reduced, growing, not_yet)
+        of_pass = self.activations / passes.in_flight
+        unmade: Any = 0.0
+        if grows:
+            own = of_pass / maximum(1, spread(held.contents.layers))
+            last = later * (passes.alone * spread(held.last_share))
+            unmade = minimum(maximum(0.0, last - own), passes.others("layer"))
+        return Absent(left, reduced, growing, minimum(growing + passes.late, of_pass + unmade))
 
     @cached_property
     def total(self) -> Any:
         of_passes = self.activations + self.passes.others(self.moment)
-        total, absent = self.spread(self.held.total) + of_passes, self.absent.total
-        return total - absent if some(absent) else total
+        return self.spread(self.held.total) + (of_passes - self.absent.total)
 
     @property
     def host(self) -> Any:

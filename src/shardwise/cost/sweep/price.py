@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shardwise.collectives import CollectiveKind, Topology
-from shardwise.collectives.arrays import is_array, maximum, some
-from shardwise.cost.memory.sum import MomentMemory, PassMemory, held_at, moved_share
+from shardwise.collectives.arrays import is_array
 from shardwise.cost.memory.transient import MOMENTS, Moment
 from shardwise.cost.step.prediction import length_wait, waiting_share
-from shardwise.cost.step.stage_time import copied_alone_seconds, host_update_seconds, optimizer_seconds
+from shardwise.cost.step.stage_time import optimizer_seconds
 from shardwise.cost.sweep.columns import CollectiveBook, ColumnBook, ColumnClass, Group
+from shardwise.cost.sweep.offloaded import Offloaded, RowsAtMoment, StepEnd, by_row
 from shardwise.cost.sweep.parts import PartBook
-from shardwise.cost.sweep.rows import RowTable, changed, concatenated, row_tables
+from shardwise.cost.sweep.rows import RowTable, TimedRows, changed, concatenated, row_tables
 from shardwise.cost.traffic.data import DataLine, SentParameters, data_lines, tensors_of, wire_bytes
 from shardwise.cost.traffic.execution import units_taken
-from shardwise.cost.traffic.offload import OffloadLine, activation_lines, how_updated, sent_seconds, state_lines
 from shardwise.cost.traffic.traffic import (
     OverlappedTransfer,
-    Waiting,
     added_seconds,
-    collective_price,
     hidden_across_layers,
     waiting,
 )
-from shardwise.layout.payloads import PASSES, Pass, Share
+from shardwise.layout.payloads import PASSES, Share
 from shardwise.layout.sharding import Sharding, stacked
 from shardwise.layout.stages import RankContents, embedding_on_both_ends
 from shardwise.spec.job import Job
@@ -37,128 +34,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Array = NDArray[Any]
-
-
-@dataclass(frozen=True)
-class RowsAtMoment:
-    """What passes hold at one moment in some rows of a batch."""
-
-    moment: Moment
-    passes: PassMemory
-    kinds: Any  # the kinds of rank that have this moment
-    lengths: Array  # how many of the rows belong to each block
-
-    def spread(self, of_blocks: Any) -> Any:
-        """Figures of the blocks' kinds of rank for each of the rows."""
-        return by_row(of_blocks[self.kinds], self.lengths) if is_array(of_blocks) else of_blocks
-
-
-class Offloaded:
-    """One way to offload in a batch: its memory on the devices, and its traffic over the host's link."""
-
-    def __init__(self, job: Job, base: Strategy, contents: RankContents, sharding: Sharding, offload: Offload) -> None:
-        """``contents`` and ``sharding`` are those of the whole batch, the degrees those of ``base``."""
-        job = job.unchecked(strategy=base.unchecked(offload=offload))  # whole masters where they are offloaded
-        self.offload, self.overlapped = offload, base.overlap.offload
-        self.contents, self.recipe = contents, job.recipe
-        self.sharding = replace(sharding, offload=offload)
-        held = held_at(job, contents, self.sharding, MOMENTS, replicated=base.gradient_group > 1)
-        self.held, self.states = {memory.moment: memory for memory in held}, held[0].states
-        self.units_taken = units_taken(job, "offload", CollectiveKind.SEND_RECV, {})
-        self.cluster = job.cluster
-        self.job, self.updates = job, how_updated(job)
-        self.moved_share = moved_share(job, offload.activations)
-        self._links: dict[Any, Topology] = {}
-        self.host_update = host_update_seconds(job, contents, self.sharding)
-        lines = self._state_lines(1) if offload.any else []
-        self.state_costs = [_send(self._link(line), line.size_bytes) for line in lines]
-
-    def memory_bytes(self, moments: Sequence[RowsAtMoment]) -> tuple[Array, Any]:
-        """Memory of the fullest device, and its part of the host's; every kind of rank has the last moment."""
-        each = [MomentMemory(self.held[rows.moment], rows.passes, rows.spread) for rows in moments]
-        memory: Any = each[0].total.max(axis=0)
-        for at_moment in each[1:]:
-            memory = maximum(memory, at_moment.total.max(axis=0))
-        held = each[-1].held
-        if some(held.copied_for_update):
-            memory = maximum(memory, moments[-1].spread(held.at_update).max(axis=0))
-        return memory, each[-1].host.max(axis=0) if self.offload.any else 0.0
-
-    def waiting(
-        self, rows: RowTable, part: slice, lengths: Array, tail: Array, left: dict[Pass, Waiting]
-    ) -> tuple[Array, dict[Pass, Waiting]]:
-        """Adds this offload to the ``tail`` of a step and to what is ``left`` exposed of data parallelism."""
-        if not self.offload.any:
-            return tail, left
-        if self.offload.weights:
-            copied = copied_alone_seconds(self.job, self.contents, self.sharding)
-            each, once = (by_row(1.0 * seconds, lengths) for seconds in copied)
-            tail = tail + rows.microbatches[part] * each + once
-        tail = tail + by_row(self.host_update, lengths)
-        transfers = self._transfers(rows, part, lengths)
-        hidden, on_links = hidden_across_layers(transfers, *rows.ranks.windows(part))
-        together = {which: left[which].beside(waiting(transfers, hidden, on_links, which)) for which in PASSES}
-        return added_seconds(transfers, hidden, tail), together
-
-    def _link(self, line: OffloadLine) -> Topology:
-        key = (line.payload, line.link, line.both_ways)
-        if key not in self._links:
-            self._links[key] = line.topology(self.cluster, self.offload.target)
-        return self._links[key]
-
-    def _transfers(self, rows: RowTable, part: slice, lengths: Array) -> list[OverlappedTransfer]:
-        m = rows.microbatches[part]
-        in_layers = rows.ranks.in_layers[:, None, part]
-        transfers = [
-            self._transfer(
-                line, lengths, in_layers, *(by_row(figure, lengths, line.count) for figure in (seconds, on_link))
-            )
-            for line, (seconds, on_link) in zip(self._state_lines(m), self.state_costs)
-            if seconds is not None
-        ]
-        if self.offload.activations:
-            moved = rows.ranks.passes.saved[:, None, part] * self.moved_share
-            for line in activation_lines(self.job, moved, m):
-                cost = [m * seconds for seconds in _send(self._link(line), moved)]
-                transfers.append(self._transfer(line, lengths, in_layers, *cost))
-        return transfers
-
-    def _state_lines(self, microbatches: Any) -> list[OffloadLine]:
-        return state_lines(self.contents, self.sharding, self.recipe, self.states, microbatches, **self.updates)
-
-    def _transfer(
-        self, line: OffloadLine, lengths: Array, in_layers: Array, seconds: Any, on_link: Any
-    ) -> OverlappedTransfer:
-        """``seconds`` of the whole step, in ``on_link`` of which the link is busy."""
-        link, line = self._link(line), replace(line, of_layers=by_row(line.of_layers, lengths))
-        after: Any = line.after_bytes
-        return OverlappedTransfer(
-            line.payload.in_pass,
-            seconds,
-            {link.levels[0].name: on_link},
-            line.window_if(self.overlapped),
-            line.window(in_layers),
-            line.last_only,
-            units_taken=self.units_taken,
-            delay=by_row(sent_seconds(link, after), lengths) if is_array(after) else after,
-        )
-
-
-def by_row(of_blocks: Any, lengths: Array, times: Any = 1) -> Any:
-    """Figures of blocks (the last axis) for each of their rows, ``lengths`` of a block; ``times`` as much."""
-    if not is_array(of_blocks):
-        return of_blocks
-    of_rows: Array = of_blocks.repeat(lengths, axis=-1)  # three times as fast as ``take``
-    return times * of_rows if is_array(times) or times != 1 else of_rows
-
-
-def _send(host: Topology, size_bytes: Any) -> tuple[Any, Any]:
-    """Seconds of one message to the host, and those in which the link is busy; None if no strategy sends anything."""
-    if not size_bytes.any():
-        return None, None
-    cost = collective_price(CollectiveKind.SEND_RECV, size_bytes, host, "auto")
-    sent = size_bytes > 0  # not even the latency where one strategy of several sends nothing
-    return cost.seconds * sent, cost.bandwidth_seconds * sent
 
 
 class Wanted(Protocol):
@@ -232,13 +107,16 @@ class TablePricer:
         classes_of = [self.columns.classes(group) for group in groups]
         self.collectives.price_all()
         gathered: dict[tuple[Any, ...], list[TableBlock]] = {}
+        cells: Counter[tuple[Any, ...]] = Counter()
         for group, classes, rows in zip(groups, classes_of, row_tables(groups, self.parts)):
             for columns in classes if len(rows) else ():
                 block = TableBlock(group, rows, columns)
-                blocks = gathered.setdefault(block.likeness, [])
-                blocks.append(block)
-                if sum(member.cells for member in blocks) >= CELLS_TO_START:
-                    yield from _Batch(self, gathered.pop(block.likeness)).pieces(wanted)
+                likeness = block.likeness
+                gathered.setdefault(likeness, []).append(block)
+                cells[likeness] += block.cells
+                if cells[likeness] >= CELLS_TO_START:
+                    del cells[likeness]
+                    yield from _Batch(self, gathered.pop(likeness)).pieces(wanted)
         for blocks in gathered.values():
             yield from _Batch(self, blocks).pieces(wanted)
 
@@ -256,9 +134,13 @@ class _Batch:
         self.base = blocks[0].group.base
         self.sharding = stacked([block.columns.sharding for block in blocks])
         self.contents = _stacked_contents([block.group.ranks for block in blocks])
-        self.end_seconds = optimizer_seconds(self.job, self.contents, self.sharding) + self._tied_seconds(pricer.parts)
+        end_seconds = optimizer_seconds(self.job, self.contents, self.sharding) + self._tied_seconds(pricer.parts)
         # part × line × kind × column × block
         tickets = np.stack([block.columns.tickets for block in blocks], axis=-1)
+        # Columns that differ in memory only are timed once.
+        shards = self.sharding.shards, self.sharding.expert_shards
+        self.timed_columns, self.of_column = _distinct(end_seconds, tickets, *shards)
+        tickets, self.end_seconds = (values.take(self.timed_columns, axis=-2) for values in (tickets, end_seconds))
         self.units = np.stack([block.columns.units for block in blocks], axis=-1)
         self.present = np.argwhere(tickets.any(axis=(2, 3, 4)))
         self.seconds = pricer.collectives.seconds[tickets] * self.units[:, None]
@@ -274,6 +156,7 @@ class _Batch:
         lengths = [len(block.rows) for block in blocks]
         self.block_of_row = np.repeat(np.arange(len(blocks)), lengths)
         self.row_numbers = np.concatenate([np.arange(length) for length in lengths])
+        self.block_of_timed = np.repeat(np.arange(len(blocks)), [len(block.rows.timed) for block in blocks])
         self.rows = concatenated([block.rows for block in blocks])
 
     @cached_property
@@ -299,7 +182,7 @@ class _Batch:
         return {name: seconds for name, seconds in held.items() if seconds.any()}
 
     def pieces(self, wanted: Wanted | None) -> Iterator[TablePiece]:
-        kinds, columns = self.seconds.shape[2:4]
+        kinds, columns = len(self.blocks[0].group.ranks), len(self.of_column)
         height = max(1, CELLS_AT_ONCE // (kinds * columns))
         for start in range(0, len(self.block_of_row), height):
             yield from self._pieces_of(slice(start, start + height), wanted)
@@ -310,23 +193,20 @@ class _Batch:
 
         rows, block = self.rows, self.block_of_row[part]
         lengths = np.bincount(block, minlength=len(self.blocks))
-        tail, left = self._without_offload(part, lengths)
-        numbers, sequences = self.row_numbers[part], rows.sequences[part]
-        fast = None
+        timing = _Timing(self, part, lengths)
+        pipeline, numbers, sequences = rows.pipeline_seconds[part], self.row_numbers[part], rows.sequences[part]
+        alone, fast = pipeline + timing.seconds(), None
         if wanted is not None:
             # No way to offload is faster than none.
-            fast = wanted.is_fast((rows.pipeline_seconds[part] + _longest(tail, left)) / sequences)
+            fast = wanted.is_fast(alone / sequences)
             if not fast.any():
                 return
         moments = [self._at_moment(moment, part, lengths) for moment in MOMENTS]
         for offloaded in self.offloads:
-            waits = tail, left
-            if self._sums_more_often(offloaded.sharding):
-                waits = self._without_offload(part, lengths, offloaded.sharding)
             memory, host = offloaded.memory_bytes([moment for moment in moments if moment])
             if wanted is not None and fast is not None and not (fast & wanted.fits(memory, host)).any():
                 continue
-            step = rows.pipeline_seconds[part] + _longest(*offloaded.waiting(rows, part, lengths, *waits))
+            step = pipeline + timing.seconds(offloaded) if offloaded.offload.any else alone
             yield TablePiece(self.blocks, offloaded.offload, block, numbers, step, memory, host, sequences)
 
     def _at_moment(self, moment: Moment, part: slice, lengths: Array) -> RowsAtMoment | None:
@@ -335,45 +215,41 @@ class _Batch:
         kinds = has_head.any(axis=(1, 2)).nonzero()[0] if moment == "loss" else slice(None)
         if not isinstance(kinds, slice) and not len(kinds):
             return None
-        passes = changed(self.rows.ranks.passes, lambda rows: rows[kinds, None, part])
+        passes = changed(self.rows.passes, lambda rows: rows[kinds, None, part])
         return RowsAtMoment(moment, passes, kinds, lengths)
 
-    def _sums_more_often(self, offloaded: Sharding) -> bool:
+    def sums_more_often(self, offloaded: Sharding) -> bool:
         """Whether gradients that leave the device are summed in more microbatches than those that stay."""
         undivided = (offloaded.shards == 1) | (offloaded.expert_shards == 1)
         in_turn = self.base.pp > 1 and offloaded.gradients_sharded and self.job.recipe.fp32_shards
         return in_turn and offloaded.offload.gradients > 0 and bool(undivided.any())
 
-    def _without_offload(
-        self, part: slice, lengths: Array, sharding: Sharding | None = None
-    ) -> tuple[Array, dict[Pass, Waiting]]:
-        """Seconds that every kind of rank adds to the pipeline (optimizer, slowed computation), and its waits.
+    def without_offload(self, timed: TimedRows, lengths: Array, sharding: Sharding | None = None) -> StepEnd:
+        """What follows the pipeline, for distinct columns; ``lengths``: how many rows belong to each block.
 
         Gradients are summed as ``sharding`` says, by default as if they stayed on the device.
         """
         import numpy as np
 
-        ranks = self.rows.ranks
-        transfers = self._data_transfers(part, lengths, sharding or self.sharding)
-        lasting, busy = ranks.windows(part)
-        hidden, on_links = hidden_across_layers(transfers, lasting, busy)
+        transfers = self._data_transfers(timed, lengths, _columns(sharding or self.sharding, self.timed_columns))
+        hidden, on_links = hidden_across_layers(transfers, timed.lasting, timed.busy)
         slower: Any = waiting_share(self.job.cluster, self.job.stack, gathers_once=self.sharding.gathers_once)
         if self.job.training.lengths is not None:
             waits = [length_wait(self.job.training, block.group.base.data_parallel) for block in self.blocks]
-            slower = slower + by_row(np.array(waits), lengths) / np.sqrt(self.rows.sequences[part])
-        layers = lasting["forward"] + lasting["backward"]
-        tail = ranks.once_seconds[:, None, part] + by_row(self.end_seconds, lengths) + slower * layers
-        left = {which: waiting(transfers, hidden, on_links, which) for which in PASSES}
-        return added_seconds(transfers, hidden, tail), left
+            slower = slower + by_row(np.array(waits), lengths) / np.sqrt(timed.sequences)
+        layers = timed.lasting["forward"] + timed.lasting["backward"]
+        tail = timed.once_seconds + by_row(self.end_seconds, lengths) + slower * layers
+        left = {which: waiting(transfers, hidden, on_links, which).longest for which in PASSES}
+        return StepEnd(added_seconds(transfers, hidden, tail), left)
 
-    def _data_transfers(self, part: slice, lengths: Array, sharding: Sharding) -> list[OverlappedTransfer]:
+    def _data_transfers(self, timed: TimedRows, lengths: Array, sharding: Sharding) -> list[OverlappedTransfer]:
         """The lines of the dense parameters and of the experts, without those that cost nothing anywhere."""
-        rows, over = self.rows, (self.sharding.shards, self.sharding.expert_shards)
+        over = sharding.shards, sharding.expert_shards
         # It mostly matters only whether they are 1.
         owned = self.job.stack.owned_parameters
         shards = [2 if (count > 1).all() and not owned else by_row(count, lengths) for count in over]
         units = self._owned_units(lengths) if owned else [None] * len(over)
-        steps = rows.microbatches[part], rows.last_share[part]
+        steps = timed.microbatches, timed.last_share
         lines = [self._lines(sharding, *steps, count, unit) for count, unit in zip(shards, units)]
         transfers, library = [], self.job.cluster.library
         for (held, number), links, taken in zip(self.present, self.on_links, self.units_taken):
@@ -417,12 +293,71 @@ class _Batch:
         return data_lines(sharding, unit or SentParameters(0.0, 0.0), shards, wire, microbatches, last)
 
 
-def _longest(tail: Array, left: dict[Pass, Waiting]) -> Array:
-    """What the slowest kind of rank adds to the pipeline, its waits included."""
-    for which in PASSES:
-        tail = tail + left[which].longest
-    slowest: Array = tail.max(axis=0)
-    return slowest
+class _Timing:
+    """The time of some rows of a batch beside the pipeline; rows and columns that differ in memory only share it."""
+
+    def __init__(self, batch: _Batch, part: slice, lengths: Array) -> None:
+        import numpy as np
+
+        rows = batch.rows
+        self.batch, self.part, self.lengths = batch, part, lengths  # of the rows of each block
+        timed_row = rows.timed_row[part]
+        first = int(timed_row.min())
+        timed = slice(first, int(timed_row.max()) + 1)
+        self.of_row = timed_row - first
+        self.timed = rows.timed.beside_columns(timed)
+        self.timed_lengths = np.bincount(batch.block_of_timed[timed], minlength=len(batch.blocks))
+        self.without = batch.without_offload(self.timed, self.timed_lengths)
+
+    def seconds(self, offloaded: Offloaded | None = None) -> Array:
+        """What the slowest kind of rank adds to the pipeline: column × row."""
+        if offloaded is not None and offloaded.offload.activations:
+            saved = self.batch.rows.passes.saved[:, None, self.part]
+            return offloaded.added(self._rows(self._before(offloaded)), *self._of_rows, saved).seconds
+        if offloaded is None:
+            of_timed = self.without.seconds.take(self.batch.of_column, axis=0)
+        else:
+            of_timed = offloaded.added(self._before(offloaded), self.timed, self.timed_lengths, 0.0).seconds
+        seconds: Array = of_timed.take(self.of_row, axis=-1)
+        return seconds
+
+    def _before(self, offloaded: Offloaded) -> StepEnd:
+        """What an offload adds to: kind × column × timed row."""
+        if self.batch.sums_more_often(offloaded.sharding):
+            return self._columns(self.batch.without_offload(self.timed, self.timed_lengths, offloaded.sharding))
+        return self._without_of_columns
+
+    @cached_property
+    def _without_of_columns(self) -> StepEnd:
+        return self._columns(self.without)
+
+    @cached_property
+    def _of_rows(self) -> tuple[TimedRows, Array]:
+        """Each row by itself: what it saves for the backward pass may be all its own."""
+        return self._rows(self.timed), self.lengths
+
+    def _columns(self, step: StepEnd) -> StepEnd:
+        return changed(step, lambda values: values.take(self.batch.of_column, axis=-2) if is_array(values) else values)
+
+    def _rows(self, of_timed: Any) -> Any:
+        return changed(of_timed, lambda values: values.take(self.of_row, axis=-1) if is_array(values) else values)
+
+
+def _distinct(*figures: Array) -> tuple[Array, Array]:
+    """Columns (the last axis but one) of which no two have equal figures; and for every column, its number there."""
+    import numpy as np
+
+    numbers: dict[Any, int] = {}
+    by_column = [np.moveaxis(values, -2, 0) for values in figures]
+    of_column = [
+        numbers.setdefault(tuple(x.tobytes() for x in column), len(numbers)) for column in zip(*by_column, strict=True)
+    ]
+    return np.unique(of_column, return_index=True)[1], np.array(of_column)
+
+
+def _columns(sharding: Sharding, numbers: Array) -> Sharding:
+    """Some columns of a sharding of column × block."""
+    return replace(sharding, **{name: held[numbers] for name, held in vars(sharding).items() if is_array(held)})
 
 
 def _stacked_contents(ranks: list[tuple[RankContents, ...]]) -> RankContents:

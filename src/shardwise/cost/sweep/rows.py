@@ -42,21 +42,30 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
 
+Record = TypeVar("Record")
+
 
 @dataclass(frozen=True)
-class RankRows:
-    """What all columns need of the rows: arrays of kind of rank × row."""
+class TimedRows:
+    """What the time of data parallelism and offload depends on: arrays of kind of rank × row.
 
+    Rows of a table that differ in memory and in the pipeline's idle time only share one of these.
+    """
+
+    sequences: Array  # by row only
+    microbatches: Array  # by row only
+    last_share: Array  # by row only
     lasting: dict[Pass, Array]  # seconds of a step's pass, including exposed communication of its layers
     busy: dict[Pass, dict[str, Array]]  # seconds that the layers keep each link busy
     once_seconds: Array  # sent after the last microbatch
     in_layers: Array  # share of a forward pass that is computed before the head
-    passes: PassMemory
 
-    def windows(self, part: slice) -> tuple[dict[Pass, Array], dict[Pass, dict[str, Array]]]:
-        """``lasting`` and ``busy`` of some rows, to be combined with columns: kind × 1 × row."""
-        lasting, busy = changed((self.lasting, self.busy), lambda values: values[:, None, part])
-        return lasting, busy
+    def __len__(self) -> int:
+        return len(self.microbatches)
+
+    def beside_columns(self, part: slice | Array) -> TimedRows:
+        """Some of them, to be combined with columns: kind × 1 × row."""
+        return changed(self, lambda values: values[..., None, part])
 
 
 @dataclass(frozen=True)
@@ -65,19 +74,26 @@ class RowTable:
 
     index: Array  # layer, schedule and recompute choice × row
     sequences: Array
-    microbatches: Array
-    last_share: Array
     pipeline_seconds: Array
-    ranks: RankRows
+    passes: PassMemory  # kind of rank × row
+    timed_row: Array  # which of `timed` a row has
+    timed: TimedRows
 
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def part(self, rows: slice, first_layer: int) -> RowTable:
+    def part(self, rows: slice, timed: slice, first_layer: int) -> RowTable:
         """Some of the rows, their layer choices numbered from ``first_layer``."""
-        part = changed(self, lambda values: values[..., rows])
-        part.index[0] -= first_layer
-        return part
+
+        def cut(record: Record, places: slice) -> Record:
+            return changed(record, lambda values: values[..., places])
+
+        index = cut(self.index, rows)
+        index[0] -= first_layer
+        figures = cut(self.sequences, rows), cut(self.pipeline_seconds, rows)
+        return RowTable(
+            index, *figures, cut(self.passes, rows), cut(self.timed_row, rows) - timed.start, cut(self.timed, timed)
+        )
 
     def row(self, group: Group, number: int) -> dict[str, Any]:
         layer, schedule, recompute = self.index[:, number].tolist()
@@ -90,18 +106,16 @@ def concatenated(tables: list[RowTable]) -> RowTable:
 
     if len(tables) == 1:
         return tables[0]
-    links = {which: dict.fromkeys(name for table in tables for name in table.ranks.busy[which]) for which in PASSES}
+    links = {which: dict.fromkeys(name for table in tables for name in table.timed.busy[which]) for which in PASSES}
+    first = np.cumsum([0, *(len(table.timed) for table in tables)]).tolist()
 
-    def with_all_links(table: RowTable) -> RowTable:
-        """A link that a table does not use is never busy there."""
-        ranks, idle = table.ranks, np.zeros_like(table.ranks.once_seconds)
-        busy = {which: {name: ranks.busy[which].get(name, idle) for name in links[which]} for which in PASSES}
-        return replace(table, ranks=replace(ranks, busy=busy))
+    def beside(table: RowTable, start: int) -> RowTable:
+        """With its timed rows numbered from ``start``; a link that a table does not use is never busy there."""
+        timed, idle = table.timed, np.zeros_like(table.timed.once_seconds)
+        busy = {which: {name: timed.busy[which].get(name, idle) for name in links[which]} for which in PASSES}
+        return replace(table, timed_row=table.timed_row + start, timed=replace(timed, busy=busy))
 
-    return _combined([with_all_links(table) for table in tables], lambda arrays: np.concatenate(arrays, axis=-1))
-
-
-Record = TypeVar("Record")
+    return _combined(list(map(beside, tables, first)), lambda arrays: np.concatenate(arrays, axis=-1))
 
 
 def changed(record: Record, change: Callable[[Any], Any]) -> Record:
@@ -119,6 +133,15 @@ def _combined(records: Sequence[Record], join: Callable[[list[Any]], Any]) -> Re
     if is_dataclass(first):
         return replace(first, **_combined([vars(record) for record in records], join))  # type: ignore[type-var, return-value]
     return join(list(records))  # type: ignore[no-any-return]
+
+
+def _flat(values: Any, valid: Array, *kinds: int) -> Array:
+    """The values of all ``valid`` rows, by kind of rank if there are any."""
+    import numpy as np
+
+    whole: Array = np.empty((*kinds, *valid.shape), values.dtype)
+    whole[...] = values  # twice as fast as `broadcast_to`
+    return whole.reshape(*kinds, -1) if valid.all() else whole[..., valid]
 
 
 CELLS_AT_ONCE = 32_768  # kinds of rank × rows: what fits a processor's cache
@@ -157,6 +180,16 @@ class _RowBuilder:
         self.chunks = [
             schedule_record(choice.schedule).chunks_per_rank(pp, choice.interleave) for choice in group.schedules
         ]
+        last = [last_share(pp, choice.schedule, self.m[:, s]) for s, choice in enumerate(group.schedules)]
+        # Schedules with equal chunks and batches differ in idle time and memory only.
+        classes: dict[Any, list[int]] = {}
+        for s, (chunks, share) in enumerate(zip(self.chunks, last)):
+            classes.setdefault((chunks, self.sequences[:, s].tobytes(), share.tobytes()), []).append(s)
+        self.timed = [numbers[0] for numbers in classes.values()]  # a schedule of each class
+        self.timed_m, self.last = self.m[:, self.timed], np.stack([last[s] for s in self.timed], axis=1)
+        self.class_of = np.empty(len(last), dtype=int)
+        for number, numbers in enumerate(classes.values()):
+            self.class_of[numbers] = number
         self.modes = np.array([MODES.index(choice.recompute) for choice in group.recomputes])
         # How many of each part (`parts.PROBES`) every kind of rank holds.
         held = [(rank.dense_layers, rank.moe_layers, rank.has_embedding, rank.has_head) for rank in group.ranks]
@@ -171,44 +204,34 @@ class _RowBuilder:
         """One for each group."""
         import numpy as np
 
-        group = self.group
-        passes, ranks = self._ranks()
+        figures, kinds = self._mixed(self.stack.figures), len(self.group.ranks)
+        passes, timed = self._timed_rows(figures)
+        memory = self._pass_memory(figures[SAVED], figures[CACHED])
         valid = np.broadcast_to((self.sequences > 0)[:, :, None], self.shape)
-        every = bool(valid.all())
-        last = np.stack(
-            [last_share(group.base.pp, choice.schedule, self.m[:, s]) for s, choice in enumerate(group.schedules)],
-            axis=1,
-        )
-
-        def flat(values: Any, *kinds: int) -> Array:
-            whole: Array = np.empty((*kinds, *self.shape), values.dtype)
-            whole[...] = values  # twice as fast as `broadcast_to`
-            return whole.reshape(*kinds, -1) if every else whole[..., valid]
-
+        of_time = valid[:, self.timed]
+        timed_row = (np.cumsum(of_time) - 1).reshape(of_time.shape)[:, self.class_of]
         table = RowTable(
             np.array(valid.nonzero()),
-            flat(self.sequences[:, :, None]),
-            flat(self.microbatches[:, :, None]),
-            flat(last),
-            flat(self._pipeline_seconds(passes)),
-            changed(ranks, lambda values: flat(values, len(group.ranks))),
+            _flat(self.sequences[:, :, None], valid),
+            _flat(self._pipeline_seconds(passes), valid),
+            changed(memory, lambda values: _flat(values, valid, kinds)),
+            _flat(timed_row, valid),
+            changed(timed, lambda values: _flat(values, of_time, *values.shape[:-3])),
         )
-        return self._split(table, np.count_nonzero(valid, axis=(1, 2)))
+        return self._split(table, *(np.count_nonzero(rows, axis=(1, 2)) for rows in (valid, of_time)))
 
-    def _split(self, table: RowTable, rows_of_layer: Array) -> list[RowTable]:
+    def _split(self, table: RowTable, rows_of_layer: Array, timed_of_layer: Array) -> list[RowTable]:
         """The rows of each group, with its layer choices numbered from 0."""
         import numpy as np
 
         if len(self.groups) == 1:
             return [table]
-        stops = np.cumsum(rows_of_layer)
-        tables, layer, start = [], 0, 0
-        for group in self.groups:
-            last = layer + len(group.layers)
-            stop = int(stops[last - 1])
-            tables.append(table.part(slice(start, stop), layer))
-            layer, start = last, stop
-        return tables
+        first = np.cumsum([0, *(len(group.layers) for group in self.groups)])
+        rows, timed = (np.cumsum([0, *of_layer])[first].tolist() for of_layer in (rows_of_layer, timed_of_layer))
+        return [
+            table.part(slice(*rows[group : group + 2]), slice(*timed[group : group + 2]), int(first[group]))
+            for group in range(len(self.groups))
+        ]
 
     # -- sums over the parts of a rank ---------------------------------------------------------------
 
@@ -228,22 +251,23 @@ class _RowBuilder:
         layers: Array = (self.counts[:, 0] + self.counts[:, 1])[:, None]
         return layers
 
-    def _ranks(self) -> tuple[Seconds, RankRows]:
+    def _timed_rows(self, figures: Array) -> tuple[Seconds, TimedRows]:
+        """The passes of a microbatch, and what they leave to data parallelism, by kind of schedule."""
         import numpy as np
 
-        figures = self._mixed(self.stack.figures)
-        call = self.book.job.cluster.device.efficiency.stage_call_seconds * np.array(self.chunks, dtype=float)[:, None]
+        chunks = np.array([self.chunks[s] for s in self.timed], dtype=float)[:, None]
+        call = self.book.job.cluster.device.efficiency.stage_call_seconds * chunks
         compute = Seconds(figures[FORWARD] + call, figures[INPUT_GRADIENT] + call, figures[WEIGHT_GRADIENT])
         under = (compute.forward, compute.backward, figures[ATTENTION_FORWARD], figures[ATTENTION_BACKWARD])
-        windows = ComputeWindows(*(self.m * seconds for seconds in under))
+        windows = ComputeWindows(*(self.timed_m * seconds for seconds in under))
         transfers = [self._transfer(figures, number) for number in range(len(self.stack.keys))]
         hidden = hidden_in_layers(transfers, windows)
-        passes = passes_with_exposed(compute, transfers, hidden, self.m)
+        passes = passes_with_exposed(compute, transfers, hidden, self.timed_m)
         head = self.counts[:, 3, None, None, None] * self.stack.figures[FORWARD, :, 3, 0][:, None, None]
-        in_layers = 1 - head / compute.forward
-        return passes, self._rank_rows(
-            figures[SAVED], figures[CACHED], in_layers, *layer_windows(transfers, hidden, windows)
-        )
+        lasting, busy = layer_windows(transfers, hidden, windows)
+        once = np.array([self._once_seconds(contents) for contents in self.group.ranks])[:, :, None, None]
+        sequences = self.sequences[:, self.timed, None]
+        return passes, TimedRows(sequences, self.timed_m, self.last, lasting, busy, once, 1 - head / compute.forward)
 
     def _transfer(self, figures: Array, number: int) -> OverlappedTransfer:
         """A line of all layer choices."""
@@ -258,8 +282,8 @@ class _RowBuilder:
             hideable = hideable * beside_other_microbatches(self.group.base.pp, self.m)
         return OverlappedTransfer(
             key.in_pass,
-            self.m * seconds,
-            {name: self.m * on_link for name, on_link in zip(self.book.links, on_links) if on_link.any()},
+            self.timed_m * seconds,
+            {name: self.timed_m * on_link for name, on_link in zip(self.book.links, on_links) if on_link.any()},
             key.window,
             hideable=hideable,
             units_taken=self.stack.units_taken[number][:, None, None],
@@ -268,7 +292,7 @@ class _RowBuilder:
 
     # -- memory --------------------------------------------------------------------------------------
 
-    def _rank_rows(self, saved_figures: Array, cached: Array, in_layers: Array, lasting: Any, busy: Any) -> RankRows:
+    def _pass_memory(self, saved_figures: Array, cached: Array) -> PassMemory:
         import numpy as np
 
         head = self.counts[:, 3, None, None, None] * self.stack.figures[SAVED, :, 3, 0][:, None, None]
@@ -277,7 +301,7 @@ class _RowBuilder:
         transient = {moment: self._transient(moment) for moment in MOMENTS}
         if cached.any():
             transient["loss"] = transient["loss"] + np.maximum(0.0, cached)
-        passes = pass_memory(
+        return pass_memory(
             transient,
             saved_figures - head,
             head,
@@ -288,8 +312,6 @@ class _RowBuilder:
             forwards_first=np.array([schedule_record(name).forwards_first for name in names])[:, None],
             in_turn=np.stack([reduces_in_turn(pp, name, self.m[:, s]) for s, name in enumerate(names)], axis=1),
         )
-        once = [self._once_seconds(contents) for contents in self.group.ranks]
-        return RankRows(lasting, busy, np.array(once)[:, :, None, None], in_layers, passes)
 
     def _once_seconds(self, contents: RankContents) -> list[float]:
         """By layer choice."""
@@ -359,13 +381,14 @@ class _RowBuilder:
 
         group, pp = self.group, self.group.base.pp
         slowest, others = slowest_and_others([Seconds(*kind) for kind in zip(*passes.passes)], group.counts)
-        seconds = np.broadcast_to(self.m * slowest.total, self.shape).copy()
+        seconds: Array = self.m * slowest.total[:, self.class_of]
         if pp == 1:
             return seconds
         messages = np.array([self.book.message_seconds(member, layer) for member, layer in self.layers])[:, None]
-        mean, ends = [np.broadcast_to(seconds, self.shape) for seconds in others.passes], self.book.job.stack.step_ends
+        shape, ends = (len(self.layers), len(self.timed), self.shape[2]), self.book.job.stack.step_ends
+        mean = [np.broadcast_to(seconds, shape) for seconds in others.passes]
         for s, (choice, chunks) in enumerate(zip(group.schedules, self.chunks)):
             m = self.microbatches[:, s, None]
-            own = Seconds(*(x[:, s] for x in mean))
+            own = Seconds(*(of_pass[:, self.class_of[s]] for of_pass in mean))
             seconds[:, s] += pipeline_bubble(choice.schedule, pp, m, chunks, own, messages, ends)
         return seconds

@@ -139,7 +139,7 @@ def waiting(
 ) -> Waiting:
     """What overlap leaves exposed of the transfers of a pass.
 
-    While one of them waits for its latencies another may use the link. So a link is waited for as long as it is busy
+    While one transfer waits for its latencies another may use the link, so what counts is how long the link is busy
     with bytes that are not hidden. (The sum of the exposed seconds would fall faster than the window grows.)
     """
     together = [

@@ -63,6 +63,8 @@ class Replicated:
         if self.precision.has_masters:
             with torch.no_grad():
                 for parameter in self.root.parameters():
+                    if not parameter.requires_grad:
+                        continue
                     self.masters[parameter] = parameter.detach().float()
                     parameter.data = parameter.to(self.precision.compute)
                     parameter.grad_dtype = self.precision.gradient

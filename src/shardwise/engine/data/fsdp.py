@@ -80,7 +80,12 @@ class Sharded:
         ranks = mesh.sharding(*groups)
         if sharding_of(mesh.strategy).reduced_to_shards(ranks.size(ranks.ndim - 1)):
             self._reduced_always.add(unit.module)
-        sharded = fully_shard(unit.module, mesh=ranks, reshard_after_forward=again, mp_policy=policy)
+        # Weights that stay whole and are never updated are neither divided nor gathered.
+        frozen = {parameter for parameter in unit.module.parameters() if not parameter.requires_grad}
+        ignored = frozen if mesh.strategy.zero < 3 else set()
+        sharded = fully_shard(
+            unit.module, mesh=ranks, reshard_after_forward=again, mp_policy=policy, ignored_params=ignored
+        )
         if ranks.size() > 1:  # for a single rank FSDP would really divide, by 1
             # Sums, not means: the loss was divided by the tokens of the whole batch. A factor alone would make FSDP use
             # a scaling reduction, which gloo does not have.
@@ -345,7 +350,8 @@ class GradientReduceScatter:
 
     def _may_wait(self, output: Tensor, unfinished: Unfinished) -> bool:
         """Whether the output may arrive later: FSDP does not convert its format, and someone will wait for it."""
-        same_format = all(parameter.orig_dtype == output.dtype for parameter in self.fsdp_parameters)
+        trained = (parameter for parameter in self.fsdp_parameters if parameter.sharded_param.requires_grad)
+        same_format = all(parameter.orig_dtype == output.dtype for parameter in trained)
         return same_format and (unfinished.will_finish or torch_private.current_graph_task_id() != -1)
 
     def _accumulates_into_total(self, gradients: Sequence[Any], output: Tensor) -> bool:

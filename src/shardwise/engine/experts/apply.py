@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from shardwise.engine.labels import Called
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.parameters import HeldPart, keep
 from shardwise.engine.profiler_ranges import sent
+from shardwise.models.adapters import ExpertAdapter
 from shardwise.models.moe import LocalExchange, MoELayer, TokenExchange
 from shardwise.spec.errors import SpecError
 from shardwise.spec.strategy import Strategy
@@ -64,6 +66,22 @@ def cut_experts(experts: nn.Module, mesh: Mesh, features: ExpertFeatures = _INNE
             setattr(experts, name, None)  # only the first rank adds it, since outputs are summed over the ranks
             continue
         keep(experts, name, held)
+    for name in ("gate", "up", "down"):
+        adapter = getattr(experts, f"{name}_adapter", None)
+        if adapter is not None:
+            _cut_adapter(adapter, mesh, cuts_inputs=name == "down")
+
+
+def _cut_adapter(adapter: ExpertAdapter, mesh: Mesh, *, cuts_inputs: bool) -> None:
+    """Cuts the side of an adapter that is cut of its matrix; of the other, each rank sees a share of the gradient."""
+    for name, dimension in (("a", 1), ("b", 2)):
+        held = HeldPart(tuple(getattr(adapter, name).shape), expert=True)
+        held = _own_run(held, 0, 1, mesh, "ep", "experts")
+        if cuts_inputs == (name == "a"):
+            held = _own_run(held, dimension, 1, mesh, "expert_tp", "expert features")
+        elif mesh.size("expert_tp") > 1:
+            held = replace(held, copies=mesh.size("expert_tp"), partial="expert_tp")
+        keep(adapter, name, held)
 
 
 def _own_run(part: HeldPart, dimension: int, blocks: int, mesh: Mesh, name: str, what: str) -> HeldPart:
@@ -134,4 +152,4 @@ def update_balance(module: nn.Module, mesh: Mesh, rate: float) -> None:
     if not mesh.strategy.sequence_parallel:
         totals //= mesh.size("tp")  # all of these ranks have counted the same tokens
     for mixture, total in zip(mixtures, totals):
-        mixture.update_bias(total.float(), rate)
+        mixture.update_bias(total.float(), rate if mixture.is_trained else 0.0)

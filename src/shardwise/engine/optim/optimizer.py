@@ -57,7 +57,9 @@ class LocalOptimizer(torch.optim.Optimizer):
         on_split: Callable[[nn.Parameter], None] = lambda parameter: None,
     ) -> None:
         self.settings = training.optimization
+        named_parameters = list(named_parameters)
         super().__init__(_groups(named_parameters, training), {"lr": self.settings.learning_rate})
+        device = named_parameters[0][1].device
         self.masters = masters = {} if masters is None else masters
         self.rests: dict[nn.Parameter, Tensor] = {}  # the lower halves of masters whose upper halves are the weights
         self.learnt_steps: int | None = None  # after which AdamW's second moments stay as they are
@@ -65,7 +67,7 @@ class LocalOptimizer(torch.optim.Optimizer):
         self._tails: dict[nn.Parameter, Tensor] = {}  # of partly stored parameters: the master's part on the device
         for group in self.param_groups:
             # On the device: a fused kernel reads it there, and a skipped step leaves it unchanged.
-            group["step"] = torch.zeros((), dtype=torch.float32, device=group["params"][0].device)
+            group["step"] = torch.zeros((), dtype=torch.float32, device=device)
         self.stored = self._room(store, offload)
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -348,6 +350,8 @@ def _groups(named_parameters: Iterable[tuple[str, nn.Parameter]], training: Trai
         if parameter.requires_grad:
             kind = kind_for(name, parameter, training.optimizer)
             groups.setdefault((kind, decays(name, parameter)), []).append((name, parameter))
+    if not groups:  # nothing that this rank holds is trained; torch refuses to have no group
+        return [{"params": [], "kind": "adamw", "weight_decay": 0.0}]
     decay = training.optimization.decay
     return [
         {"params": members, "kind": kind, "weight_decay": decay if decayed else 0.0}

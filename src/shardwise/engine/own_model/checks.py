@@ -84,6 +84,9 @@ def require_trainable(module: nn.Module, job: Job, tabled: bool, initialised: bo
     if tabled and has_dropout(module):
         problem = f"has dropout {dropout_of(module):g}, and split layers would draw different random masks"
         raise SpecError("module", problem, "set its dropout to 0")
+    if job.training.freezes:
+        problem = "choose what of our own decoder is trained, not of your module"
+        raise SpecError("training", f"adapters and trained {problem}", "give the module its adapters, freeze the rest")
     if job.training.compile:
         problem = "true, but your own layers may not compile as a whole or between their collectives"
         raise SpecError("training.compile", problem, "leave it out")

@@ -162,11 +162,12 @@ class PipelineStage(PipelineStageBase):
         reduction: Reduction,
         call: Call,
         deferrable: Deferrable | None,
+        trains_below: bool = True,
     ) -> None:
         # The base class only asks this group for the rank's number, which may differ in the group of the messages.
         super().__init__(module, index, stages, mailbox.message.device, mailbox.own_group)
         self.group_rank = rank
-        self.mailbox, self.reduction, self.call = mailbox, reduction, call
+        self.mailbox, self.reduction, self.call, self.trains_below = mailbox, reduction, call, trains_below
         self.mode: AbstractContextManager[object] = nullcontext() if deferrable is None else deferrable
         self.inputs: dict[int, IncomingMessage] = {}
         self.output_gradients: dict[int, IncomingMessage] = {}
@@ -180,7 +181,7 @@ class PipelineStage(PipelineStageBase):
     ) -> Tensor:
         (batch,) = args
         inputs = batch.tokens if self.is_first else self.inputs.pop(fwd_chunk_id).wait()
-        if not self.is_first and self.has_backward:
+        if not self.is_first and self.has_backward and self.trains_below:
             inputs.requires_grad_()
         with named(pass_name("forward", fwd_chunk_id, self.stage_index)), self.mode:
             output = self.call(self.submod, inputs, batch, self.is_last)
@@ -188,14 +189,15 @@ class PipelineStage(PipelineStageBase):
             self.outputs[fwd_chunk_id] = output
         if self.has_backward:
             # Backward needs only the output's node in the graph; the last stage's backward starts at the loss.
-            self.kept[fwd_chunk_id] = inputs, None if self.is_last else get_gradient_edge(output)
+            ends = self.is_last or not output.requires_grad  # nothing of this stage and below it may be trained
+            self.kept[fwd_chunk_id] = inputs, None if ends else get_gradient_edge(output)
         return output
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         inputs, root = self.kept.pop(bwd_chunk_id)
-        if root is None:
+        if self.is_last:
             assert loss is not None
             root, gradient = get_gradient_edge(loss), torch.ones_like(loss)
         else:
@@ -209,7 +211,9 @@ class PipelineStage(PipelineStageBase):
                 with deferring() as waiting:
                     self._backward(root, gradient)
                 self.weights_to_do[bwd_chunk_id] = waiting
-        if not self.is_first:
+        if not self.is_first and not inputs.requires_grad:
+            self.input_gradients[bwd_chunk_id] = torch.zeros_like(inputs)  # the schedule has a message, nobody reads it
+        elif not self.is_first:
             assert inputs.grad is not None
             self.input_gradients[bwd_chunk_id] = inputs.grad
             inputs.grad = None
@@ -219,7 +223,9 @@ class PipelineStage(PipelineStageBase):
             compute(self.weights_to_do.pop(bwd_chunk_id))
             self.reduction.after_weight_gradients(last_backward)
 
-    def _backward(self, root: GradientEdge, gradient: Tensor) -> None:
+    def _backward(self, root: GradientEdge | None, gradient: Tensor) -> None:
+        if root is None:
+            return
         # Starts at an edge: started at a tensor, PyTorch 2.13 passes the call to the mode, which is off inside it.
         with self.mode:
             torch.autograd.backward((root,), (gradient,))
@@ -406,6 +412,7 @@ class PipelineRunner:
     """Runs steps of ``schedule`` on this rank's ``modules`` (by the number of their stage).
 
     ``rank`` is this rank's number in the schedule, ``mailbox`` sends and receives hidden states, ``call`` runs a stage.
+    ``trains_below`` tells of a stage whether anything in the stages before it is trained.
     """
 
     def __init__(
@@ -418,6 +425,7 @@ class PipelineRunner:
         reductions: Mapping[nn.Module, Reduction] | None = None,
         tied: TiedEnds | None = None,
         call: Call = call_decoder,
+        trains_below: Callable[[int], bool] = lambda stage: True,
     ) -> None:
         if tuple(sorted(modules)) != schedule.stages_of(rank):
             raise ValueError(f"rank {rank} holds stages {schedule.stages_of(rank)}, not {tuple(sorted(modules))}")
@@ -426,7 +434,9 @@ class PipelineRunner:
         self.stages = []
         for index, module in sorted(modules.items()):
             reduction = reductions[module] if reductions else NoReduction()
-            stage = PipelineStage(module, index, schedule.stages, rank, mailbox, reduction, call, deferrable)
+            stage = PipelineStage(
+                module, index, schedule.stages, rank, mailbox, reduction, call, deferrable, trains_below(index)
+            )
             self.stages.append(stage)
         self._training = _Runtime(self.stages, schedule, runtime_actions(schedule))
         self._evaluation = _Runtime(self.stages, schedule, runtime_actions(schedule, backward=False))

@@ -52,9 +52,9 @@ class TiedEnds:
 
     def add_gradients(self) -> None:
         """Call after gradients were reduced over the data-parallel ranks, whose shards are the same at both ends."""
-        if self.group is None:
-            return
         weight = self.weight
+        if self.group is None or not weight.requires_grad:
+            return
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
         gradient = local(weight.grad)

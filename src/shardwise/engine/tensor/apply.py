@@ -30,6 +30,7 @@ from shardwise.engine.tensor.linear import (
     reduce,
     scatter,
 )
+from shardwise.models.adapters import adapter_of
 from shardwise.models.loss import differentiate_, statistics, summed_loss
 from shardwise.spec.model import Model
 
@@ -178,6 +179,7 @@ def apply_tensor(root: nn.Module, mesh: Mesh, patterns: Patterns, model: Model) 
     for region in regions.values():
         if hasattr(region, "project"):
             region.project = column_matmuls(group, sequence_parallel, overlap)  # type: ignore[assignment]
+            _note_narrow(region, group.size(), sequence_parallel)
             if hasattr(region, "every_head"):
                 region.every_head = narrow_move(group, sequence_parallel)  # type: ignore[assignment]
         else:  # such a region keeps the gathered states for its backward pass, those above only their own part
@@ -190,6 +192,15 @@ def apply_tensor(root: nn.Module, mesh: Mesh, patterns: Patterns, model: Model) 
         if sequence_parallel:
             positions.register_forward_pre_hook(_own_positions(rank, group.size()))
     _note_the_rest(root, regions, patterns, group.size(), sequence_parallel)
+
+
+def _note_narrow(region: Any, size: int, sequence_parallel: bool) -> None:
+    """The narrow matrices of adapters before the collective of `with_adapters`, which completes their gradients unless
+    each rank has seen only its part of the sequence."""
+    for linear in region.projections():
+        if (adapter := adapter_of(linear)) is not None:
+            partial = "tp" if sequence_parallel else None
+            note_part(adapter, "a", HeldPart(tuple(adapter.a.shape), copies=size, partial=partial))
 
 
 def _regions(root: nn.Module, patterns: Patterns) -> dict[str, nn.Module]:
@@ -244,7 +255,8 @@ def _note_the_rest(
 ) -> None:
     """Notes whole parameters as copies; gradients are partial where a rank does not see all tokens or all heads."""
     inside = {id(module) for region in regions.values() for module in region.modules()}
-    inside -= {id(module) for pattern in patterns.headless for _, module in matching(root, pattern)}
+    headless = [module for pattern in patterns.headless for _, module in matching(root, pattern)]
+    inside -= {id(part) for module in headless for part in module.modules()}
     experts = {id(module) for _, part in matching(root, patterns.experts) for module in part.modules()}
     for module in root.modules():
         if id(module) in experts:

@@ -16,6 +16,7 @@ A column-parallel matmul needs nothing after it, a row-parallel one nothing befo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from shardwise.engine.parameters import HeldPart, keep, note_part
 from shardwise.engine.profiler_ranges import sent, wait_for
 from shardwise.layout.pieces import gathered_parts, scattered_parts
 from shardwise.layout.sharding import kv_copies, part_held
+from shardwise.models.adapters import Adapter, adapter_of, with_adapters
 from shardwise.models.mlp import sum_of_matmuls
 
 # -- The collectives -------------------------------------------------------------------------------
@@ -163,6 +165,11 @@ def _keep_outputs(linear: Any, runs: Sequence[tuple[int, int]], repeats: int) ->
     if linear.bias is not None:
         keep_runs(linear, "bias", 0, runs, repeats)
     setattr(linear, "out_features" if plain else "nf", sum(stop - start for start, stop in runs))
+    adapter = adapter_of(linear)
+    if adapter is not None:
+        keep_runs(adapter, "b", 0, runs, repeats)
+        if adapter.magnitude is not None:
+            keep_runs(adapter, "magnitude", 0, runs, repeats)
 
 
 def keep_runs(module: nn.Module, name: str, dimension: int, runs: Sequence[tuple[int, int]], repeats: int) -> None:
@@ -195,14 +202,37 @@ class RowLinear(nn.Module):
         self.group, self.join = group, scatter if sequence_parallel else reduce
         self.multiply: Callable[[Tensor, Tensor], Tensor] = F.linear
         self.overlap = overlap and sequence_parallel
+        self.adapter = adapter_of(linear)
+        if self.adapter is not None:
+            _cut_inputs(self.adapter, rank, group, sequence_parallel)
 
     def forward(self, inputs: Tensor) -> Tensor:
         weight = self.weight.T if self.transposed else self.weight
+        adapter = self.adapter
         if self.overlap:
             outputs: Tensor = _ScatteredProduct.apply(inputs, weight, self.group)  # type: ignore[no-untyped-call]
+            if adapter is not None:
+                outputs = adapter.widened(outputs, self.join(adapter.narrow(inputs), self.group))
         else:
-            outputs = self.join(self.multiply(inputs, weight), self.group)
+            outputs = self.multiply(inputs, weight)
+            if adapter is not None:  # a share of its sum over the inputs, too
+                outputs = adapter.widened(outputs, adapter.narrow(inputs))
+            outputs = self.join(outputs, self.group)
+        if adapter is not None:
+            return adapter.lengthened(outputs, weight, self.bias)
         return outputs if self.bias is None else outputs + self.bias
+
+
+def _cut_inputs(adapter: Adapter, rank: int, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
+    """Cuts an adapter as `RowLinear` cuts its weight; each rank sees a share of the sums that ``b`` widens."""
+    size, whole = group.size(), tuple(adapter.a.shape)
+    width = whole[1] // size
+    keep(adapter, "a", HeldPart(whole).cut(1, rank * width, (rank + 1) * width))
+    note_part(adapter, "b", HeldPart(tuple(adapter.b.shape), copies=size, partial="tp"))
+    if adapter.magnitude is not None:
+        part = HeldPart(tuple(adapter.magnitude.shape), copies=size, partial="tp" if sequence_parallel else None)
+        note_part(adapter, "magnitude", part)
+    adapter.over_inputs = lambda squares: _summed(squares, group)
 
 
 Project = Callable[..., tuple[Tensor, ...]]
@@ -215,9 +245,10 @@ def column_matmuls(group: dist.ProcessGroup, sequence_parallel: bool, overlap: b
     """
 
     def project(hidden: Tensor, *maps: nn.Linear) -> tuple[Tensor, ...]:
-        tensors = [tensor for linear in maps for tensor in (linear.weight, linear.bias)]
+        adapted = any(adapter_of(linear) is not None for linear in maps)
+        tensors = [tensor for linear in maps for tensor in (linear.weight, None if adapted else linear.bias)]
         outputs: tuple[Tensor, ...] = _ColumnMatmuls.apply(hidden, group, sequence_parallel, overlap, *tensors)  # type: ignore[no-untyped-call]
-        return outputs
+        return with_adapters(outputs, hidden, maps, narrow_move(group, sequence_parallel)) if adapted else outputs
 
     return project
 
@@ -234,8 +265,8 @@ class _ColumnMatmuls(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
         hidden, group, sequence_parallel, overlap, *tensors = given  # one parameter: see `models.mlp._Projected`
         ctx.group, ctx.sequence_parallel, ctx.deferrable = group, sequence_parallel, may_defer()
-        ctx.weights, ctx.biases = tensors[::2], tensors[1::2]
-        ctx.save_for_backward(hidden)
+        ctx.weights, ctx.biases, ctx.trained = tensors[::2], tensors[1::2], ctx.needs_input_grad[4::2]
+        ctx.save_for_backward(*((hidden,) if any(ctx.trained) else ()))  # only weight gradients read it
         if overlap and sequence_parallel:
             return products_of_gathered(hidden, group, ctx.weights, ctx.biases)
         whole = start_gather(hidden, group).wait() if sequence_parallel else hidden
@@ -243,10 +274,11 @@ class _ColumnMatmuls(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (hidden,), group = ctx.saved_tensors, ctx.group
+        group, weights = ctx.group, list(compress(ctx.weights, ctx.trained))
+        hidden: Any = ctx.saved_tensors[0] if weights else None
         flat = [gradient.flatten(0, -2) for gradient in gradients]
         waits = ctx.deferrable and is_deferring()
-        early = start_gather(hidden, group) if ctx.sequence_parallel and not waits else None
+        early = start_gather(hidden, group) if weights and ctx.sequence_parallel and not waits else None
         pending = None
         if ctx.needs_input_grad[0]:
             of_whole = torch.unflatten(sum_of_matmuls(flat, ctx.weights), 0, gradients[0].shape[:-1])
@@ -256,10 +288,13 @@ class _ColumnMatmuls(torch.autograd.Function):
         def of_weights() -> list[Tensor]:
             gather = early or (start_gather(hidden, group) if ctx.sequence_parallel else None)
             whole = (gather.wait() if gather else hidden).flatten(0, -2)
-            return [gradient.T @ whole for gradient in flat]
+            return [gradient.T @ whole for gradient in compress(flat, ctx.trained)]
 
-        weight_gradients = defer(of_weights, *ctx.weights) if waits else of_weights()
-        bias_gradients = [None if bias is None else gradient.sum(0) for bias, gradient in zip(ctx.biases, flat)]
+        found = iter((defer(of_weights, *weights) if waits else of_weights()) if weights else ())
+        weight_gradients = [next(found) if trained else None for trained in ctx.trained]
+        bias_gradients = [
+            gradient.sum(0) if needed else None for needed, gradient in zip(ctx.needs_input_grad[5::2], flat)
+        ]
         of_maps = [gradient for pair in zip(weight_gradients, bias_gradients) for gradient in pair]
         return (pending.wait() if pending else None, None, None, None, *of_maps)
 
@@ -345,18 +380,23 @@ class _ScatteredProduct(torch.autograd.Function):
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group, ctx.deferrable = group, may_defer() and isinstance(weight, nn.Parameter)
         ctx.weight = weight  # not saved: recompute restores another tensor, whose gradient is never read
-        ctx.save_for_backward(inputs)
+        ctx.like = (inputs.shape, inputs.dtype, inputs.device)
+        ctx.save_for_backward(*((inputs,) if ctx.needs_input_grad[1] else ()))
         length = inputs.shape[SEQUENCE] // group.size()
         return sum_onwards(lambda part: F.linear(_part_of(inputs, part, length), weight), group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (inputs,), group, weight = ctx.saved_tensors, ctx.group, ctx.weight
+        group, weight, (shape, dtype, device) = ctx.group, ctx.weight, ctx.like
         length, stacked = gradient.shape[SEQUENCE], with_own(gradient, group)
-        of_inputs = torch.empty_like(inputs) if ctx.needs_input_grad[0] else None
+        of_inputs = torch.empty(shape, dtype=dtype, device=device) if ctx.needs_input_grad[0] else None
         for part, gradients in arriving_parts(stacked, group):
             if of_inputs is not None:
                 multiply_into(_part_of(of_inputs, part, length), gradients, weight)
+
+        if not ctx.needs_input_grad[1]:
+            return of_inputs, None, None
+        (inputs,) = ctx.saved_tensors
 
         def of_weight() -> tuple[Tensor]:
             whole = stacked.movedim(0, SEQUENCE).flatten(0, 2)

@@ -80,7 +80,7 @@ def compared_moves(job: Job, pipeline_rank: int, traced: Mapping[Payload, float]
 
 
 def _states_together(moved: Iterable[tuple[Payload, float]]) -> dict[Payload, float]:
-    """Sums bytes by payload; optimizer states fetched ahead of their update count with those fetched for it."""
+    """Sums bytes by payload; optimizer states that are fetched early count with those fetched for their update."""
     together: dict[Payload, float] = {}
     for payload, size in moved:
         kind = sent_forward(Role.STATES_FROM_HOST) if payload.role in STATES_TO_DEVICE else payload

@@ -247,14 +247,14 @@ def _claim(engine: Engine, memory: MemoryLog) -> None:
         if parameter.grad is not None:  # else its gradient was deferred
             memory.claim("gradients", [local(parameter.grad)])
 
-    for held in engine.parameters:
+    for held in engine.trained:
         held.parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
 
 
 def _step(engine: Engine, batch: Batch, places: Places, memory: MemoryLog) -> None:
     places.start_step()
     engine.forward_backward(batch)
-    memory.claim("gradients", (held.gradient for held in engine.parameters if held.gradient is not None))
+    memory.claim("gradients", (held.gradient for held in engine.trained if held.gradient is not None))
     places.now = StepPlace("update")
     engine.update()
     places.now = StepPlace("between")

@@ -274,6 +274,18 @@ class TensorPlace:
         else:
             whole.narrow(self.outputs, self.start, part.shape[self.outputs]).copy_(part)
 
+    def stored_rows(self) -> Tensor:
+        """Which of our outputs each stored one is, where they are not fused with others."""
+        return self._rows().argsort() if self.rotated else torch.arange(self.outputs_here)
+
+    def fused_rows(self) -> Tensor:
+        """Where each of our outputs is among the fused ones."""
+        return self._rows() if self.every else self.start + torch.arange(self.outputs_here)
+
+    @property
+    def outputs_here(self) -> int:
+        return self.shape[2] if self.stacked else self.shape[0]
+
     def _rows(self) -> Tensor:
         rows = torch.arange(self.shape[0]).view(-1, self.head)
         if self.every:

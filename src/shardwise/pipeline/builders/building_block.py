@@ -19,14 +19,13 @@ whatever overtook it has left some for it, and all weight gradients before it in
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 from shardwise.collectives.arrays import maximum, minimum, select
 from shardwise.pipeline.forms import ClosedForms, EqualStages, in_round_trips, paced_by_messages
 from shardwise.pipeline.schedule import Action, ActionKind, PipelineSchedule, one_copy, v_placement
-from shardwise.pipeline.timeline import peak_activations
 from shardwise.spec.schedules import schedule_record
 
 F, I, W = ActionKind.F, ActionKind.I, ActionKind.W  # noqa: E741
@@ -37,21 +36,38 @@ _ENTERS, _LEAVES, _WEIGHT_GRADIENTS = 0, 3, (4, 5)
 _NEVER = 1 << 60
 
 Starts: TypeAlias = tuple[int, int, int, int]  # of the first four steps, for the first microbatch
+_Starts: TypeAlias = Callable[[int, int], Starts]  # of ranks and rank
+_Limit: TypeAlias = Callable[[int, int, int], int]  # of ranks, microbatches and rank, in activations of one chunk
 
 
-def _run_early(
-    name: str,
-    starts: Callable[[int, int], Starts],  # of ranks and rank
-    limit: Callable[[int, int, int], int],  # of ranks, microbatches and rank, in activations of one chunk
-    ranks: int,
-    microbatches: int,
-) -> PipelineSchedule:
+def _run_early(name: str, starts: _Starts, limit: _Limit, ranks: int, microbatches: int) -> PipelineSchedule:
+    all_ranks = _block_ranks(starts, limit, ranks, microbatches)
+    for _ in _units_of_time(all_ranks):
+        pass
+    return one_copy(name, microbatches, v_placement(ranks), (rank.made for rank in all_ranks))
+
+
+def _peaks(starts: _Starts, limit: _Limit, ranks: int, microbatches: int) -> tuple[int, ...]:
+    """The most activations that each rank holds; the run stops as soon as no rank can hold more."""
+    all_ranks = _block_ranks(starts, limit, ranks, microbatches)
+    for _ in _units_of_time(all_ranks):
+        if all(rank.has_peaked for rank in all_ranks):
+            break
+    return tuple(rank.most_held for rank in all_ranks)
+
+
+def _block_ranks(starts: _Starts, limit: _Limit, ranks: int, microbatches: int) -> list[_BlockRank]:
     progress = {kind: [0] * (2 * ranks) for kind in (F, I, W)}
-    all_ranks = [
+    return [
         _BlockRank(rank, ranks, microbatches, starts(ranks, rank), limit(ranks, microbatches, rank), progress)
         for rank in range(ranks)
     ]
-    left = ranks * microbatches * len(_STEPS)
+
+
+def _units_of_time(all_ranks: Sequence[_BlockRank]) -> Iterator[None]:
+    """Runs all actions, those of one unit of time after the other."""
+    ranks = len(all_ranks)
+    left = sum(rank.microbatches for rank in all_ranks) * len(_STEPS)
     awake = set(range(ranks))  # what another rank may run changes only with its own progress and its neighbours'
     while left:
         # What starts in this unit of time is not yet an input of anything else that does.
@@ -60,7 +76,7 @@ def _run_early(
             all_ranks[rank].run(step)
         left -= len(starting)
         awake = {near for rank, _ in starting for near in (rank - 1, rank, rank + 1) if 0 <= near < ranks}
-    return one_copy(name, microbatches, v_placement(ranks), (rank.made for rank in all_ranks))
+        yield
 
 
 class _BlockRank:
@@ -82,19 +98,28 @@ class _BlockRank:
         self.steps = [(kind, stage_of[way]) for kind, way in _STEPS]
         self.due = list(_with_weight_gradients(starts))
         self.microbatches, self.limit, self.progress = microbatches, limit, progress
-        self.held = 0
+        self.held = self.most_held = 0
         self.made: list[Action] = []
+
+    @property
+    def has_peaked(self) -> bool:
+        """Whether it cannot come to hold more than it has held: it has held all it may, or has no forward left."""
+        return self.most_held == self.limit or self.due[0] == self.due[1] == _NEVER
 
     def due_first(self) -> int | None:
         """The step to run now, or None if it has to wait."""
         due = self.due
-        left = sorted((step for step in range(len(due)) if due[step] != _NEVER), key=due.__getitem__)
         all_entered, one_left = due[_ENTERS] == _NEVER, self.progress[I][self.steps[_LEAVES][1]] > 0
+        if one_left and not all_entered:
+            step = due.index(min(due))
+            return step if self._can_run(step) else None
+        left = sorted(range(len(due)), key=due.__getitem__)
         if all_entered:
             left.sort(key=_WEIGHT_GRADIENTS.__contains__)
-        elif one_left:
-            left = left[:1]
-        return next(filter(self._can_run, left), None)
+        for step in left:
+            if due[step] != _NEVER and self._can_run(step):
+                return step
+        return None
 
     def _can_run(self, step: int) -> bool:
         kind, stage = self.steps[step]
@@ -123,6 +148,7 @@ class _BlockRank:
         self.due[step] = self.due[step] + _UNITS if microbatch + 1 < self.microbatches else _NEVER
         if kind is F:
             self.held += 1
+            self.most_held = max(self.most_held, self.held)
         elif kind is W:
             self.held -= 1
 
@@ -216,12 +242,9 @@ def _min_bubble(case: EqualStages) -> Any:
     return (p > 1) * (filling + waits)
 
 
-def _in_flight(builder: Callable[[int, int], PipelineSchedule], limit: Callable[[int, int, int], int]) -> Any:
+def _in_flight(starts: _Starts, limit: _Limit) -> Any:
     """What a rank may hold; with at most p microbatches it may hold less, so the actions are counted."""
-
-    @lru_cache(maxsize=4096)
-    def counted(p: int, m: int) -> tuple[int, ...]:
-        return tuple(map(round, peak_activations(builder(p, m))))
+    counted = lru_cache(maxsize=4096)(partial(_peaks, starts, limit))
 
     return lambda p, m, v, r: limit(p, m, r) if m > p else counted(p, m)[r]
 
@@ -232,14 +255,14 @@ def _is_exact(case: EqualStages) -> bool:
 
 HALF_FORMS = ClosedForms(
     bubble=_half_bubble,
-    in_flight=_in_flight(v_half, _half_limit),
+    in_flight=_in_flight(_half_starts, _half_limit),
     is_exact=_is_exact,
     pace=_half_pace,
     text="max(min(1, p−1), 3·p−4 − 3·divides(2, p), 4·p−3−2·m)/(6·m)",
 )
 MIN_FORMS = ClosedForms(
     bubble=_min_bubble,
-    in_flight=_in_flight(v_min, _min_limit),
+    in_flight=_in_flight(_min_starts, _min_limit),
     is_exact=_is_exact,
     text="max(0, 4·p−5 − 2·divides(3, p)·min(1, m−1))/(6·m)",
 )

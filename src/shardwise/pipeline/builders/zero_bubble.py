@@ -308,7 +308,7 @@ def _fitting(times: StageTimes, rank: int, comm_seconds: float) -> float:
 
 
 def _2p_bubble(case: EqualStages) -> Any:
-    """As zb-h2, with room for as many deferred weight gradients as 2p activations leave."""
+    """As zb-h2; the memory of 2p activations limits how many weight gradients are deferred."""
     return deferred_bubble(case, (2 * case.p - 1) / max(1 - case.released, 1e-9))
 
 

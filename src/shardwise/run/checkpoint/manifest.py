@@ -114,6 +114,7 @@ NAME = "manifest.json"
 FORMAT = 1
 MOST_BYTES = 2**30
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+BASE = "base"  # the fingerprint of the frozen weights that a checkpoint lacks
 TO_RESUME = ("optimizer_steps", "data", "losses")  # required to resume a run
 # In a store without rename the files of several saves lie side by side: the second part names the save.
 _FILE = re.compile(r"shard-\d{5}(\.[0-9a-f]{8}-\d{1,9})?\.safetensors")
@@ -273,6 +274,7 @@ _CHECKS: Mapping[str, Callable[[Any], object]] = {
     "loss_scale": lambda value: _require(all(map(_is_number, _dict(value).values()))),
     "inner_steps": _count,
     "late_sums": _count,
+    BASE: lambda value: _require(isinstance(value, str)),
     "data": _position,
     "losses": lambda values: _require(isinstance(values, list) and all(map(_is_number, values))),
 }

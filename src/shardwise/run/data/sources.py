@@ -6,15 +6,15 @@ Files are read as streams whose memory is bounded, whatever their headers claim.
 from __future__ import annotations
 
 import gzip
-import re
 import sysconfig
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from shardwise.run.data.conversations import FIELDS, Content, RecordRules, Span, characters, content_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import IN_BULK, bounded_lines, parse_json
 from shardwise.spec.installation import require_packages
@@ -124,34 +124,19 @@ class _Blocks:
 
 _PARQUET = (".parquet",)
 _PARQUET_ROWS = 64  # read at a time, since a stored value may stand for many rows
-_ANSWERS = ("answer", "completion", "response")
-_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
-_INSTEAD = "\ufffd"  # Unicode's replacement character, which tokenizers know
 
 
 @dataclass(frozen=True)
-class ReadingRules:
-    field: str = "text"  # where a record of JSON or Parquet has its text
+class ReadingRules(RecordRules):
     most_bytes: int = 32 * 2**20  # of a record
     raw: bool = True  # keeps bytes that are not UTF-8, for the byte tokenizer; otherwise they are replaced
 
 
 @dataclass(frozen=True)
-class Span:
-    """A piece of a document, and whether the loss counts it."""
-
-    text: str
-    counted: bool = True
-
-
-Document = tuple[Span, ...]
-
-
-@dataclass(frozen=True)
 class SourceRecord:
-    """A record's document, or the problem with it."""
+    """A record's content, or the problem with it."""
 
-    document: Document = ()
+    content: Content = ()
     problem: SpecError | None = None
     repaired: bool = False  # something in it was not a character, and was replaced
 
@@ -159,9 +144,7 @@ class SourceRecord:
 def read_records(path: Path, reading: ReadingRules) -> Iterator[SourceRecord]:
     """The records of a file, read by its suffix; a problem names the file and the record.
 
-    A record of JSON lines or Parquet has its text in a field; or it has ``prompt`` and ``answer`` (``completion``,
-    ``response``), or ``messages`` with roles: then the loss counts only what the assistant says. Damage after which
-    reading cannot go on ends the records.
+    Damage after which reading cannot go on ends the records.
     """
     for suffixes, read in _READERS:
         if path.name.lower().endswith(suffixes):
@@ -221,9 +204,11 @@ def _json_lines(path: Path, reading: ReadingRules) -> Iterator[SourceRecord]:
 
 def _json_record(text: bytes, reading: ReadingRules, where: str) -> SourceRecord:
     try:
-        return _record(parse_json(text, where, most_values=IN_BULK, halves=True), reading.field, where)
+        record = parse_json(text, where, most_values=IN_BULK, halves=True)
+        content, repaired = content_of(record, reading, where)
     except SpecError as error:
         return SourceRecord(problem=error)
+    return SourceRecord(content, repaired=repaired)
 
 
 def _parquet(path: Path, reading: ReadingRules) -> Iterator[SourceRecord]:
@@ -233,11 +218,12 @@ def _parquet(path: Path, reading: ReadingRules) -> Iterator[SourceRecord]:
 
     row = 0
     try:
-        names: list[str] = parquet.read_schema(path).names
-        used = [name for name in names if name in (reading.field, "prompt", *_ANSWERS, "messages")]
+        schema = parquet.read_schema(path)
+        used = [name for name in schema.names if name in (reading.field, *FIELDS)]
         # Columns are read in pieces; a value that stands for many rows is kept once.
-        whole = [name for name in used if name != "messages"]
-        file: Any = parquet.ParquetFile(path, read_dictionary=whole, buffer_size=2**20, pre_buffer=False)
+        kinds = {name: schema.field(name).type for name in used}
+        texts = [name for name, kind in kinds.items() if pyarrow.types.is_string(kind)]
+        file: Any = parquet.ParquetFile(path, read_dictionary=texts, buffer_size=2**20, pre_buffer=False)
         for batch in file.iter_batches(_PARQUET_ROWS, columns=used, use_threads=False):
             for offset in range(batch.num_rows):
                 yield _row(batch, offset, reading, f"{path}, row {row + offset}")
@@ -252,12 +238,13 @@ def _row(batch: Any, row: int, reading: ReadingRules, where: str) -> SourceRecor
     except UnicodeDecodeError:
         return SourceRecord(problem=SpecError(where, "is not text in UTF-8", "correct it"))
     try:
-        parsed = _record({name: value for name, value in record.items() if value is not None}, reading.field, where)
+        given = {name: value for name, value in record.items() if value is not None}
+        content, repaired = content_of(given, reading, where)
     except SpecError as error:
         return SourceRecord(problem=error)
-    if sum(len(span.text) for span in parsed.document) > reading.most_bytes:
+    if characters(content) > reading.most_bytes:
         return SourceRecord(problem=too_large(where, reading.most_bytes))
-    return parsed
+    return SourceRecord(content, repaired=repaired)
 
 
 def _tar(path: Path, reading: ReadingRules) -> Iterator[SourceRecord]:
@@ -275,36 +262,6 @@ def _tar(path: Path, reading: ReadingRules) -> Iterator[SourceRecord]:
                     yield _plain(member.content, reading)
     except DAMAGED as error:
         yield SourceRecord(problem=damaged(path, read, error))
-
-
-def _record(record: Any, field: str, where: str) -> SourceRecord:
-    """A record with lone surrogates replaced: JSON can write them, text cannot hold them."""
-    document = _document(record, field, where)
-    whole = tuple(replace(span, text=_HALF_CHARACTER.sub(_INSTEAD, span.text)) for span in document)
-    return SourceRecord(whole, repaired=whole != document)
-
-
-def _document(record: Any, field: str, where: str) -> Document:
-    if not isinstance(record, dict):
-        raise SpecError(where, "is not an object", 'write {"text": "..."}')
-    if isinstance(record.get(field), str):
-        return (Span(record[field]),)
-    answer = next((record[name] for name in _ANSWERS if name in record), None)
-    if isinstance(record.get("prompt"), str) and isinstance(answer, str):
-        return (Span(record["prompt"], counted=False), Span(answer))
-    if isinstance(record.get("messages"), list):
-        return tuple(_message(message, where) for message in record["messages"])
-    raise SpecError(where, f"has no text in {field!r}", "name the field: ⟨field⟩, or give prompt and answer")
-
-
-def _message(message: Any, where: str) -> Span:
-    try:
-        role, content = message["role"], message["content"]
-    except (KeyError, TypeError):
-        raise SpecError(where, "has a message without role and content", "write both") from None
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise SpecError(where, "has a message whose role or content is not text", "write text")
-    return Span(f"{role}: {content}\n", counted=role == "assistant")
 
 
 _READERS: tuple[tuple[tuple[str, ...], Callable[[Path, ReadingRules], Iterator[SourceRecord]]], ...] = (

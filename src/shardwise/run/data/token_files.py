@@ -13,12 +13,13 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
 import numpy as np
 
+from shardwise.run.data.lengths import ABOUT, LENGTHS, summary
 from shardwise.run.storage.place import BlockCache, BlockReader, Place, RemotePlace, block_sum, place_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.files import IN_BULK, parse_json
@@ -132,6 +133,9 @@ def open_pair(prefix: Place | str, cache_bytes: float = CACHE_BYTES) -> TokenFil
     prefix = place_of(prefix) if isinstance(prefix, str) else prefix
     index, tokens = _path(prefix, ".idx"), _path(prefix, ".bin")
     for path in (index, tokens):
+        if not path.is_file() and _path(pairs_of_preferences(prefix)[0], ".idx").is_file():
+            names = " and ".join(f"{prefix}{suffix}" for suffix in PREFERENCES)
+            raise SpecError(str(prefix), "holds preferences, which are two pairs", f"name one: {names}")
         if not path.is_file():
             raise SpecError(str(path), "is not there", "name the pair without .bin or .idx, or build it: data build")
     dtype, lengths, pointers, ends = _read_index(index)
@@ -153,13 +157,22 @@ def open_pair(prefix: Place | str, cache_bytes: float = CACHE_BYTES) -> TokenFil
 
 def _remote_pair(tokens: RemotePlace, held: int, dtype: Any, starts: Tokens, cache_bytes: float) -> TokenFiles:
     prefix = tokens.with_name(tokens.name.removesuffix(".bin"))
-    sums = remote_sums(_path(prefix, ".sums.json"))
+    sums = remote_sums(_path(prefix, ABOUT))
     array = remote_array(tokens, held, dtype, sums, cache_bytes)
     mask = _path(prefix, ".mask")
     masked = _has_mask(mask, len(array))
     return TokenFiles(
         prefix, array, starts, remote_array(mask, len(array), np.uint8, sums, cache_bytes) if masked else None
     )
+
+
+PREFERENCES = (".chosen", ".rejected")
+
+
+def pairs_of_preferences(prefix: AnyPlace) -> tuple[AnyPlace, AnyPlace]:
+    """The pairs of the preferred answers and of the others, each after its prompt, in the same order."""
+    chosen, rejected = (_path(prefix, suffix) for suffix in PREFERENCES)
+    return chosen, rejected
 
 
 def _path(prefix: AnyPlace, suffix: str) -> AnyPlace:
@@ -204,8 +217,12 @@ def _has_mask(path: Place, tokens: int) -> bool:
 class PairWriter:
     """Writes a pair document by document; the files get their names when `close` has synced them to disk."""
 
-    def __init__(self, prefix: Path | str, dtype: type, *, masked: bool = False) -> None:
+    def __init__(
+        self, prefix: Path | str, dtype: type, *, masked: bool = False, about: Mapping[str, Any] | None = None
+    ) -> None:
         self.prefix = Path(prefix)
+        self._about = dict(about or {})  # kept beside the checksums
+        self._counted = 0
         self.dtype: np.dtype[Any] = np.dtype(dtype)
         self._code = next(code for code, known in _DTYPES.items() if np.dtype(known) == self.dtype)
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -233,6 +250,9 @@ class PairWriter:
         if self._mask:
             counted = np.ones(len(tokens), np.uint8) if mask is None else np.ascontiguousarray(mask, np.uint8)
             self._mask.write(counted.tobytes())
+            self._counted += int(counted.sum())
+        else:
+            self._counted += len(tokens)
         whole, rest = divmod(len(tokens), LONGEST_SEQUENCE)
         self._lengths += [LONGEST_SEQUENCE] * whole + ([rest] if rest or not whole else [])
         self._ends.append(len(self._lengths))
@@ -251,7 +271,10 @@ class PairWriter:
             file.close()
         for suffix in (".bin", *([".mask"] if self._mask else []), ".idx"):  # the index last: it completes the pair
             _path(self.prefix, suffix + ".part").replace(_path(self.prefix, suffix))
-        write_checksums(self.prefix, self.skipped)
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])[self._ends]
+        skipped = {"skipped_records": self.skipped} if self.skipped else {}
+        measured = {LENGTHS: summary(np.diff(starts), self._counted)}
+        write_checksums(self.prefix, {**skipped, **self._about, **measured})
 
     def abandon(self) -> None:
         for file in (self._tokens, self._mask):
@@ -263,18 +286,18 @@ class PairWriter:
         return _path(self.prefix, suffix + ".part").open("wb")
 
 
-def write_checksums(prefix: Path, skipped: int = 0) -> None:
+def write_checksums(prefix: Path, about: Mapping[str, Any]) -> None:
+    """Beside a pair, with what else there is to say ``about`` it."""
     paths = {suffix: _path(prefix, suffix) for suffix in (".bin", ".idx", ".mask")}
     files = {suffix: _sums(path) for suffix, path in paths.items() if path.exists()}
-    lacks = {"skipped_records": skipped} if skipped else {}
-    content = json.dumps({"format": 1, "chunk_bytes": CHUNK_BYTES, **lacks, "files": files}, indent=1)
-    _path(prefix, ".sums.json").write_text(content, encoding="utf-8")
+    content = json.dumps({"format": 1, "chunk_bytes": CHUNK_BYTES, **about, "files": files}, indent=1)
+    _path(prefix, ABOUT).write_text(content, encoding="utf-8")
 
 
 def check_sums(prefix: Place | str) -> bool:
     """Whether there are checksums; raises SpecError naming the first damaged file and offset."""
     prefix = place_of(prefix) if isinstance(prefix, str) else prefix
-    sidecar = _path(prefix, ".sums.json")
+    sidecar = _path(prefix, ABOUT)
     if not sidecar.is_file():
         return False
     try:
@@ -316,6 +339,13 @@ class ByteTokenizer:
     def encode(self, text: str) -> Tokens:
         return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8).astype(np.int32)
 
+    def encode_counted(self, text: str, counted: Sequence[tuple[int, int]]) -> tuple[Tokens, Tokens]:
+        """The tokens of a text, and 1 for those with a character in one of the ranges, which are in order."""
+        edges = [0, *(edge for part in counted for edge in part), len(text)]
+        pieces = [self.encode(text[begin:end]) for begin, end in pairwise(edges)]
+        flags = [np.full(len(piece), number % 2, np.uint8) for number, piece in enumerate(pieces)]
+        return np.concatenate(pieces), np.concatenate(flags)
+
     def encode_prompt(self, text: str) -> list[int]:
         return [int(token) for token in self.encode(text)]
 
@@ -355,6 +385,17 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> Tokens:
         return np.array(self._model.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def encode_counted(self, text: str, counted: Sequence[tuple[int, int]]) -> tuple[Tokens, Tokens]:
+        """The tokens of a text, and 1 for those with a character in one of the ranges, which are in order."""
+        encoded = self._model.encode(text, add_special_tokens=False)
+        before = np.zeros(len(text) + 1, np.int64)  # characters that count, before each place
+        for begin, end in counted:
+            before[begin + 1 : end + 1] = 1
+        np.cumsum(before, out=before)
+        offsets = np.array(encoded.offsets, np.int64).reshape(-1, 2)
+        mask = before[offsets[:, 1]] > before[offsets[:, 0]]
+        return np.array(encoded.ids, np.int32), mask.astype(np.uint8)
 
     def encode_prompt(self, text: str) -> list[int]:
         """With the tokens that begin a text, if the model was trained with any."""

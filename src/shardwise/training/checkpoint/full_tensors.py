@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.interop.companions import has_companions
 from shardwise.run.checkpoint.folder import CheckpointFolder, kept_companions
-from shardwise.run.checkpoint.manifest import Box, FullTensor, Manifest, SavedPiece, Shard, weight_keys
+from shardwise.run.checkpoint.manifest import BASE, Box, FullTensor, Manifest, SavedPiece, Shard, weight_keys
 from shardwise.run.storage.place import Place
 from shardwise.spec.errors import SpecError
 from shardwise.spec.units import readable_bytes
@@ -153,7 +153,8 @@ def reshard(
     """
     manifest = require_intact(source)
     keys = weight_keys(manifest) if weights_only else list(manifest.tensors)
-    about = replace(manifest, numbers={} if weights_only else manifest.numbers)
+    numbers = {name: value for name, value in manifest.numbers.items() if name == BASE or not weights_only}
+    about = replace(manifest, numbers=numbers)
     made = write_checkpoint(out, about, full_tensors(source, manifest, keys), shards, progress)
     if has_companions(kept_companions(source)):
         out.keep_companions(kept_companions(source))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,19 @@ from shardwise.engine.optim.optimizer import kind_for
 from shardwise.engine.optim.updates import STATES
 from shardwise.engine.trainer import Trainer
 from shardwise.interop.companions import CONFIG
+from shardwise.models.adapters import add_adapters
 from shardwise.models.decoder import Decoder
 from shardwise.models.huggingface import open_folder
 from shardwise.models.layer import is_of_prediction
 from shardwise.run.checkpoint.checkpoint_folder import CheckpointFolder, step_of
 from shardwise.run.checkpoint.folder import huggingface_at, start_at
-from shardwise.run.checkpoint.manifest import NAME, TO_RESUME, Manifest, read_manifest
+from shardwise.run.checkpoint.manifest import BASE, NAME, TO_RESUME, Manifest, read_manifest
 from shardwise.run.storage.place import Place
 from shardwise.spec.errors import SpecError
+from shardwise.spec.fine_tuning import Adapters
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
+from shardwise.training.checkpoint.base import fingerprint_of, require_base, require_whole
 from shardwise.training.checkpoint.shards import (
     ShardReader,
     content_problem,
@@ -37,6 +39,8 @@ from shardwise.training.checkpoint.state import (
     OWN_STEPS,
     WEIGHT,
     StateTensor,
+    first_tensors,
+    is_saved,
     lasting_buffers,
     late_name,
     restore_numbers,
@@ -89,7 +93,7 @@ def require_intact(folder: Place, field: str = "", *, contents: bool = True) -> 
 
 def _missing(manifest: Manifest) -> list[str]:
     """The numbers that a run needs but a checkpoint lacks; a weights-only checkpoint is complete without any."""
-    alone = not manifest.numbers and all(key.startswith(_WEIGHTS) for key in manifest.tensors)
+    alone = manifest.numbers.keys() <= {BASE} and all(key.startswith(_WEIGHTS) for key in manifest.tensors)
     return [] if alone else [name for name in TO_RESUME if name not in manifest.numbers]
 
 
@@ -125,9 +129,10 @@ def load(trainer: Trainer[Any], folder: Place, *, weights_only: bool = False) ->
         require_run(manifest, folder)
         if trainer.late is not None:  # their number varies
             trainer.late.expect(int(manifest.numbers.get("late_sums", 0)))
-    wanted = state_tensors(trainer)
-    if weights_only:
-        wanted = [replace(tensor, worker=0) for tensor in wanted if tensor.key.startswith(_WEIGHTS)]
+        require_base(manifest.numbers.get(BASE), trainer.base, folder, trainer.job)
+    else:
+        require_whole(manifest, folder)
+    wanted = first_tensors(trainer) if weights_only else state_tensors(trainer)
     there = {key: full.shape for key, full in manifest.tensors.items()}
     wanted = [tensor for tensor in wanted if not tensor.optional or there.get(tensor.saved_as) == tensor.shape]
     require_tensors(manifest, ((tensor.saved_as, tensor.shape) for tensor in wanted), folder)
@@ -146,7 +151,7 @@ def load(trainer: Trainer[Any], folder: Place, *, weights_only: bool = False) ->
 
 def require_run(manifest: Manifest, folder: Place) -> None:
     """Raises SpecError if a checkpoint holds weights only, so that no run can resume from it."""
-    if not manifest.numbers:
+    if manifest.numbers.keys() <= {BASE}:
         remedy = "start from them in another folder: run.start_from"
         raise SpecError(str(folder), "holds weights only: no run can resume from them", remedy)
 
@@ -190,6 +195,8 @@ def require_resumable(job: Job, folder: CheckpointFolder) -> None:
             continue  # the ranks will report it and use an older one
         manifest = read_manifest(path)
         require_run(manifest, path)
+        now = fingerprint_of(job, frozen_names(job)) if job.training.freezes else None
+        require_base(manifest.numbers.get(BASE), now, path, job)
         require_tensors(manifest, tensors_of(job).items(), path)
         return
 
@@ -202,6 +209,7 @@ def require_weights(model: Model, source: Place) -> None:
         _require_huggingface(model, huggingface)
         return
     manifest = require_intact(start, "run.start_from", contents=False)
+    require_whole(manifest, start)
     require_tensors(manifest, weights_of(model).items(), start)
 
 
@@ -226,12 +234,14 @@ def _require_huggingface(model: Model, path: Path) -> None:
 
 def tensors_of(job: Job) -> Shapes:
     """All tensors that the ranks of a job must find in a checkpoint of their run."""
-    strategy, weights = job.strategy, weights_of(job.model)
+    strategy, everything = job.strategy, weights_of(job.model)
+    weights = {key: shape for key, shape in everything.items() if is_saved(job, key.partition("/")[2])}
     synchronise, workers = strategy.synchronise, strategy.data_parallel
     # Each parameter's weight and optimizer states: (name in a checkpoint, shape, name of the parameter).
     own = [
         (f"{state}/{name}", tuple(parameter.shape), name)
-        for name, parameter in _empty(job.model).named_parameters()
+        for name, parameter in _empty(job.model, job.training.adapters).named_parameters()
+        if is_saved(job, name)
         for state in (WEIGHT, *STATES[kind_for(name, parameter, job.training.optimizer)])
     ]
     weights |= {key: shape for key, shape, _ in own}
@@ -254,8 +264,16 @@ def weights_of(model: Model) -> Shapes:
     return weights | {f"{BUFFER}/{name}": tuple(buffer.shape) for name, buffer in lasting_buffers(decoder)}
 
 
-@lru_cache(maxsize=1)
-def _empty(model: Model) -> Decoder:
+def frozen_names(job: Job) -> list[str]:
+    """The weights of a job's model that it does not train."""
+    return [name for name, _ in _empty(job.model).named_parameters() if not is_saved(job, name)]
+
+
+@lru_cache(maxsize=2)
+def _empty(model: Model, adapters: Adapters | None = None) -> Decoder:
     """The unsharded model, without values."""
     with torch.device("meta"):
-        return Decoder(model)
+        decoder = Decoder(model)
+    if adapters is not None:
+        add_adapters(decoder, adapters)
+    return decoder

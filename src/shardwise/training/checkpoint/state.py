@@ -16,7 +16,10 @@ from shardwise.engine.offload.store import MASTER
 from shardwise.engine.parameters import HeldParameter, HeldPart, plain_name
 from shardwise.engine.torch_private import compute_local_shape_and_global_offset
 from shardwise.engine.trainer import Trainer
-from shardwise.run.checkpoint.manifest import ContiguousRun, PlacedBox, placed, taken
+from shardwise.engine.tuning import trains
+from shardwise.models.adapters import is_of_adapter
+from shardwise.run.checkpoint.manifest import BASE, ContiguousRun, PlacedBox, placed, taken
+from shardwise.spec.job import Job
 
 WEIGHT, BUFFER = "weight", "buffer"
 OUTER = ("outer_weight", "outer_momentum")
@@ -52,10 +55,10 @@ def late_name(age: int) -> str:
 
 
 def state_tensors(trainer: Trainer[Any]) -> list[StateTensor]:
-    """Weights (fp32 masters if any), optimizer states, expert-balancing buffers, error feedback of compression."""
+    """Trained weights (fp32 masters if any), optimizer states, expert-balancing buffers, error feedback."""
     tied, optimizer, worker = trainer.job.model.tied_embeddings, trainer.optimizer, worker_of(trainer)
     tensors = []
-    for held in trainer.parameters:
+    for held in trainer.trained:
         name = _name(held, tied)
         places = tuple(places_of(held))
         for state in (MASTER, *(name for name in optimizer.state[held.parameter] if name != MASTER)):
@@ -65,14 +68,40 @@ def state_tensors(trainer: Trainer[Any]) -> list[StateTensor]:
                 partial(optimizer.write, held.parameter, state),
             )
             tensors.append(StateTensor(key, held.part.shape, places, dtype, read, write, worker=worker))
-    for name, buffer in (named_buffer for stage in trainer.stages.values() for named_buffer in lasting_buffers(stage)):
-        tensors.append(_unsharded(f"{BUFFER}/{name}", buffer))
+    balance = balance_tensors(trainer)
     return (
         tensors
+        + [tensor for tensor in balance if is_saved(trainer.job, tensor.key.partition("/")[2])]
         + _histories(trainer)
         + _feedback(trainer)
         + _synchronisation_states(trainer, lambda held: _name(held, tied))
     )
+
+
+def balance_tensors(trainer: Trainer[Any]) -> list[StateTensor]:
+    """Buffers that are learned: what balances experts."""
+    buffers = (named for stage in trainer.stages.values() for named in lasting_buffers(stage))
+    return [_unsharded(f"{BUFFER}/{name}", buffer) for name, buffer in buffers]
+
+
+def first_tensors(trainer: Trainer[Any]) -> list[StateTensor]:
+    """All weights that a run starts from: everything but adapters."""
+    tied, optimizer = trainer.job.model.tied_embeddings, trainer.optimizer
+    tensors = []
+    for held in trainer.parameters:
+        if not is_of_adapter(held.name):
+            read, write = (
+                partial(optimizer.read, held.parameter, MASTER),
+                partial(optimizer.write, held.parameter, MASTER),
+            )
+            dtype, places = optimizer.dtype(held.parameter, MASTER), tuple(places_of(held))
+            tensors.append(StateTensor(f"{WEIGHT}/{_name(held, tied)}", held.part.shape, places, dtype, read, write))
+    return tensors + balance_tensors(trainer)
+
+
+def is_saved(job: Job, name: str) -> bool:
+    """Whether checkpoints of a job hold a tensor of its model: one that is trained."""
+    return trains(job.training.tuning, name, job.model)
 
 
 def worker_of(trainer: Trainer[Any]) -> int:
@@ -82,7 +111,7 @@ def worker_of(trainer: Trainer[Any]) -> int:
 
 def _synchronisation_states(trainer: Trainer[Any], name: Callable[[HeldParameter], str]) -> list[StateTensor]:
     """States of workers that do not synchronise every step: outer optimizer, sums in flight, a worker's step count."""
-    trained = [held for held in trainer.parameters if held.parameter.requires_grad]
+    trained = trainer.trained
     states = []
     outer, late = trainer.outer, trainer.late
     for number, held in enumerate(trained):
@@ -139,6 +168,8 @@ def numbers(trainer: Trainer[Any]) -> dict[str, Any]:
     # All groups have taken the same steps: one count serves for all.
     steps = max((float(group["step"]) for group in trainer.optimizer.param_groups), default=0.0)
     values: dict[str, Any] = {"optimizer_steps": steps}
+    if trainer.base is not None:
+        values[BASE] = trainer.base
     if trainer.scaler is not None:
         values["loss_scale"] = {name: float(value) for name, value in trainer.scaler.state_dict().items()}
     if trainer.outer is not None:

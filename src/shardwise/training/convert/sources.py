@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,14 +17,15 @@ from torch import Tensor
 
 from shardwise.interop.companions import folder_of_model, has_companions, keep_companions, require_companions
 from shardwise.interop.jobs import model_from
+from shardwise.models.huggingface.adapters import is_adapter
 from shardwise.models.huggingface.folder import DTYPES, open_folder, stored_tensors, write_folder
 from shardwise.models.huggingface.folder import INDEX as SAFE_INDEX
 from shardwise.models.huggingface.folder import SINGLE as SAFE_SINGLE
 from shardwise.models.huggingface.tensors import Naming
 from shardwise.run.checkpoint.checkpoint_folder import CheckpointFolder, sync_folder
 from shardwise.run.checkpoint.folder import folder_at, kept_companions, newest_at
+from shardwise.run.checkpoint.manifest import BASE, Manifest, weight_keys
 from shardwise.run.checkpoint.manifest import NAME as MANIFEST
-from shardwise.run.checkpoint.manifest import Manifest, weight_keys
 from shardwise.run.storage.place import Place
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError, shown
@@ -39,6 +40,13 @@ from shardwise.training.checkpoint.full_tensors import (
 )
 from shardwise.training.checkpoint.load import require_intact
 from shardwise.training.checkpoint.shards import Entry, write_shard
+from shardwise.training.convert.adapters import (
+    is_adapter_checkpoint,
+    opened_adapter,
+    saved_adapter,
+    with_adapter,
+    write_peft,
+)
 from shardwise.training.convert.deepspeed import deepspeed_weights, is_deepspeed
 from shardwise.training.convert.megatron import is_megatron, megatron_weights
 from shardwise.training.convert.weights import (
@@ -63,12 +71,16 @@ _READ = (
 )
 
 
-def open_weights(source: Path, given: str | None = None) -> Weights:
+def open_weights(source: Path, given: str | None = None, adapters: Sequence[Path] = ()) -> Weights:
     """The weights at a path, complete and of the right shapes; their values are not read yet.
 
-    ``given`` names the model if the source does not. Raises SpecError for what is damaged or unknown.
+    ``given`` names the model if the source does not. ``adapters`` are added in turn: folders of PEFT, or runs of ours.
+    Raises SpecError for what is damaged or unknown.
     """
-    return replace(_opened(source, given), companions=_companions_of(source, given))
+    weights = replace(_opened(source, given), companions=_companions_of(source, given))
+    for path in adapters:
+        weights = with_adapter(weights, opened_adapter(path, weights), f"the adapter {path}")
+    return weights
 
 
 def _companions_of(source: Path, given: str | None) -> Path | None:
@@ -89,6 +101,8 @@ def _opened(source: Path, given: str | None) -> Weights:
         raise SpecError(str(source), "is not there", _READ)
     if _is_ours(source):
         return _from_checkpoint(newest_at(source), given)
+    if is_adapter(source):
+        raise SpecError(str(source), "is an adapter, which needs its base", f"name the base, and ⟨adapter={source}⟩")
     if is_deepspeed(source):
         return deepspeed_weights(source, described(given, source))
     if is_megatron(source):
@@ -108,10 +122,22 @@ def _is_ours(source: Path) -> bool:
 
 def _from_checkpoint(folder: Place, given: str | None) -> Weights:
     manifest = require_intact(folder)
+    if BASE in manifest.numbers:
+        return _beside_its_base(folder, manifest)
     model = model_from(given if given is not None else manifest.job.get("model"))
     keys = weight_keys(manifest)
     tensors = {key.partition("/")[2]: tensor for key, tensor in full_tensors(folder, manifest, keys).items()}
     return complete(model, tensors, f"the checkpoint {folder}", manifest.step)
+
+
+def _beside_its_base(folder: Place, manifest: Manifest) -> Weights:
+    """The weights that a run froze, from where it started, with what it trained."""
+    base = manifest.job.get("run", {}).get("start_from")
+    if base is None or not Path(base).exists():
+        problem = f"lacks the weights that its run froze, and {base or 'where they came from'} is not there"
+        raise SpecError(str(folder), problem, f"name the base, and ⟨adapter={folder}⟩")
+    adapter = saved_adapter(folder, manifest)
+    return replace(with_adapter(open_weights(Path(base)), adapter, f"the checkpoint {folder}"), step=manifest.step)
 
 
 def _from_huggingface(source: Path, given: str | None) -> Weights:
@@ -193,6 +219,17 @@ def write_huggingface(weights: Weights, path: Path, progress: Progress) -> Path:
         for file in part.iterdir():
             with file.open("rb") as written:
                 os.fsync(written.fileno())
+        sync_folder(part)
+    return path
+
+
+def write_as_adapter(source: Path, path: Path) -> Path:
+    """What one of our runs trained beside frozen weights, as a folder that `peft` loads."""
+    if not is_adapter_checkpoint(source):
+        problem = "is no run or checkpoint of ours beside frozen weights"
+        raise SpecError(str(source), problem, "⟨to=adapter⟩ writes what training.adapters trained")
+    with _new(path, 0) as part:
+        write_peft(source, _companions_of(source, None), part)
         sync_folder(part)
     return path
 

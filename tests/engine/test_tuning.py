@@ -1,0 +1,146 @@
+"""Adapters and frozen parts under every kind of layout: the same loss, gradients and weights as one process, which
+computes with the sums of weights and adapters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from engine.layouts import Layout, covering, job_of, model_named
+from engine.parity import check
+from shardwise.engine.batch import Batch
+from shardwise.engine.engine import Engine
+from shardwise.engine.mesh import process_group
+from shardwise.engine.torch_private import Store
+from shardwise.measure.dryrun.world import posing_as
+from shardwise.models.adapters import is_of_adapter
+from shardwise.spec.errors import SpecError
+from shardwise.spec.fine_tuning import Adapters
+from shardwise.spec.job import Job
+from shardwise.spec.parameters import trained_parameters
+
+LORA, DORA = Adapters(rank=4, alpha=8), Adapters(rank=4, alpha=6, method="dora", scaling="rank-stabilised")
+EACH: dict[str, Any] = {"adapters": Adapters(rank=4, alpha=8, experts=True)}
+TUNINGS: dict[str, dict[str, Any]] = {
+    "lora": {"adapters": LORA},
+    "dora": {"adapters": DORA},
+    "few": {"adapters": Adapters(rank=4, targets=("o_proj", "up_proj"), layers=(2,)), "trained": ("norms",)},
+    "head": {"trained": ("head",)},
+    "middle": {"trained": ("layers.1", "norms")},
+    "embedding": {"trained": ("embedding", "layers.0.attention")},
+}  # fmt: skip
+
+
+def tuned(job: Job, **training: Any) -> Job:
+    return replace(job, training=replace(job.training, **training))
+
+
+def of_layout(layout: Layout, tuning: str) -> Job:
+    job = layout.job()
+    assert job is not None
+    fields = EACH if tuning == "lora" and job.model.moe else TUNINGS[tuning]
+    if tuning == "head" and job.model.tied_embeddings:
+        fields = TUNINGS["embedding"]
+    return tuned(job, **fields)
+
+
+# Each dimension with both methods, and with gradients that end in some stage or begin behind others.
+QUICK = [
+    ("lora", Layout.of("tiny", data="zero-3")),
+    ("dora", Layout.of("tiny", data="hybrid-2", tensor="plain")),
+    ("dora", Layout.of("tiny-mla", tensor="overlapped", recompute="full")),
+    ("lora", Layout.of("tiny-mla", tensor="plain", data="zero-1")),
+    ("lora", Layout.of("tiny-moe", tensor="sp", experts="ep-expert-tp", data="zero-3")),
+    ("lora", Layout.of("tiny-moe", tensor="plain", experts="ep-expert-tp", data="zero-0")),
+    ("lora", Layout.of("tiny", context="ulysses", pipeline="zbv", data="zero-3")),
+    ("few", Layout.of("tied-gpt", pipeline="interleaved", data="zero-1")),
+    ("head", Layout.of("tiny", pipeline="zb-h1", data="zero-3")),
+    ("embedding", Layout.of("tied-gpt", pipeline="1f1b", tensor="sp")),
+    ("middle", Layout.of("tiny", pipeline="1f1b", context="ring", recompute="selective")),
+]
+
+
+@pytest.mark.parametrize(("tuning", "layout"), QUICK, ids=lambda value: str(value))
+def test_tuning_equals_one_process(tuning: str, layout: Layout) -> None:
+    check(of_layout(layout, tuning), steps=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "layout"), list(enumerate(covering("quick"))), ids=lambda value: str(value))
+def test_every_pair_of_techniques_equals_one_process(number: int, layout: Layout) -> None:
+    tunings = list(TUNINGS)
+    check(of_layout(layout, tunings[number % len(tunings)]))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"dp": 2, "zero": 2, "offload": {"optimizer": 1, "gradients": 1}},
+        {"dp": 2, "zero": 1, "offload": {"optimizer": 0.5, "activations": 1}},
+    ],
+    ids=["states-and-gradients", "activations"],
+)
+def test_offloaded_states_of_adapters_equal_one_process(fields: dict[str, Any]) -> None:
+    from shardwise.spec.strategy import Offload
+
+    job = job_of(model_named("tiny"), {**fields, "offload": Offload(**fields["offload"])})
+    assert job is not None
+    check(tuned(job, adapters=DORA), steps=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tuning", ["lora", "dora"])
+@pytest.mark.parametrize("tensor", ["one", "sp"])
+def test_compiled_layers_equal_one_process(tuning: str, tensor: str) -> None:
+    check(tuned(of_layout(Layout.of("tiny", tensor=tensor, data="zero-3"), tuning), compile=True), steps=2)
+
+
+@pytest.mark.parametrize("tuning", TUNINGS)
+@pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
+def test_the_engine_trains_what_is_counted(tuning: str, model: str) -> None:
+    job = of_layout(Layout.of(model), tuning)
+    with posing_as(0, 1):
+        engine = Engine(job)
+    assert sum(held.parameter.numel() for held in engine.trained) == trained_parameters(job.model, job.training.tuning)
+    assert all(is_of_adapter(held.name) for held in engine.trained) == (tuning in ("lora", "dora"))
+
+
+def flops_of(job: Job) -> int:
+    with process_group(0, 1, _alone()):
+        engine = Engine(job)
+        tokens = torch.randint(job.model.vocab, (len(engine.rows), job.training.seq + 1))
+        with FlopCounterMode(display=False) as counter:
+            engine.step(Batch.of(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
+        return counter.get_total_flops()
+
+
+def _alone() -> Store:
+    import torch.distributed as dist
+
+    return dist.HashStore()
+
+
+def test_frozen_weights_have_no_weight_products() -> None:
+    """Of a forward pass and twice as much behind it, the half that makes weight gradients is left out."""
+    job = of_layout(Layout.of("tiny"), "lora")
+    everything, adapters = flops_of(tuned(job, adapters=None)), flops_of(tuned(job, adapters=Adapters(rank=1)))
+    assert adapters < 0.72 * everything
+
+
+def test_a_stage_below_all_adapters_passes_nothing_back() -> None:
+    """Nor does a process that trains the head alone."""
+    job = of_layout(Layout.of("tiny"), "head")
+    everything = flops_of(tuned(job, trained=()))
+    assert flops_of(job) < 0.5 * everything
+
+
+def test_networks_of_others_are_not_given_adapters() -> None:
+    from shardwise.engine.parallelize import parallelize
+
+    job = of_layout(Layout.of("tiny"), "lora")
+    with process_group(0, 1, _alone()), pytest.raises(SpecError, match="of our own decoder"):
+        parallelize(torch.nn.Linear(2, 2), job, loss=lambda outputs, batch: outputs.sum())
