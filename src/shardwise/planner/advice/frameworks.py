@@ -112,7 +112,7 @@ def ways_of(job: Job, name: str) -> list[Way]:
 
 def _way(job: Job, framework: Target) -> Way:
     fields = framework.read_back(job, framework.text(job)).fields
-    return Way(framework.name, stack_from(fields["stack"]).base, str(fields.get("training.precision")))
+    return Way(framework.name, stack_from(fields["stack"]).version, str(fields.get("training.precision")))
 
 
 def other_than_strategy(job: Job, name: str) -> list[Lost]:
