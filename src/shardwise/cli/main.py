@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from shardwise.cli.streams import ReaderGone, piped_streams
-from shardwise.run.storage.stores import StoreError
 from shardwise.spec.errors import SpecError, in_flags, nearest_name, shown
 
 VERBS = {
@@ -68,9 +67,11 @@ def main(arguments: list[str] | None = None) -> int:
             return status
         except SpecError as error:
             return _told(in_flags(_by_flag(error, arguments).line), error.status)
-        except StoreError as error:
-            return _told(f"{error.filename}: {error.strerror}; check the store and the network")
         except OSError as error:
+            from shardwise.run.storage.stores import StoreError  # only now: most verbs touch no store
+
+            if isinstance(error, StoreError):
+                return _told(f"{error.filename}: {error.strerror}; check the store and the network")
             if error.errno not in _REFUSED:
                 raise
             return _told(f"{shown(error.filename, 300)}: {error.strerror}; check the path")
