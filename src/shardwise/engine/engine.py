@@ -78,8 +78,8 @@ class Engine(Trainer[Batch]):
         parts = mine.microbatches(mine.tokens.shape[0] // self.own_job.strategy.microbatch, self.replicas)
         return parts, mine.counted.float()
 
-    def evaluate(self, batch: Batch) -> HeldOutLoss:
-        loss = super().evaluate(batch)
+    def held_out_loss(self, batch: Batch) -> HeldOutLoss:
+        loss = super().held_out_loss(batch)
         for mixture in self.mixtures:  # only training balances experts
             mixture.load.zero_()
         return loss

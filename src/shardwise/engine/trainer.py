@@ -281,9 +281,13 @@ class Trainer(ABC, Generic[Given]):
             self.optimizer.offload(share)
             self.data.forget_masters(self.optimizer.cut)
 
-    @torch.no_grad()
-    def evaluate(self, batch: Given) -> HeldOutLoss:
+    def evaluate(self, batch: Given) -> Tensor:
         """The loss of a global batch, of which ``batch`` is this rank's share; without training."""
+        return self.held_out_loss(batch).loss
+
+    @torch.no_grad()
+    def held_out_loss(self, batch: Given) -> HeldOutLoss:
+        """The same, and how many labels it is a mean of."""
         self._forget_casts()
         microbatches, counted = self.microbatches(batch)
         total = self.over_data(counted)
