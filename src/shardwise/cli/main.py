@@ -25,7 +25,7 @@ VERBS = {
     "verify": "compare a layout with one process: loss, every gradient, every weight after a few steps",
     "validate": "score the cost model on a table of published or measured runs",
     "dryrun": "trace the engine on one rank of any world size: memory, collectives, FLOPs, against the plan",
-    "data": "build token shards from text, JSON lines, Parquet or tars; check shards",
+    "data": "build token shards from text, JSON lines, Parquet or tars; check and show shards",
     "checkpoint": "inspect, verify and reshard checkpoints",
     "convert": "convert weights from and to Hugging Face, torch, DeepSpeed, Megatron-LM; to one file",
     "generate": "continue prompts with a trained model, with a key-value cache, on one rank or several",
