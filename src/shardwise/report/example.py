@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict
 from typing import Any
 
@@ -14,7 +13,8 @@ from shardwise.run.data.example import Example, ExampleDocument
 from shardwise.spec.units import counted
 
 # What a terminal would obey, or would write from right to left.
-_NOT_SHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_RANGES = ((0, 8), (0x0B, 0x1F), (0x7F, 0x9F), (0x202A, 0x202E), (0x2066, 0x2069), (0xD800, 0xDFFF))
+_NOT_SHOWN = {code: "\ufffd" for first, last in _RANGES for code in range(first, last + 1)}
 _COUNTED, _OTHER = "bold green", "dim"
 _MARKS = "{+", "+}"  # as git marks words that were added
 
@@ -44,7 +44,7 @@ def _heading(number: int, document: ExampleDocument) -> str:
 def _text(document: ExampleDocument, *, coloured: bool) -> Text:
     text = Text()
     for piece in document.pieces:
-        safe = _NOT_SHOWN.sub("\ufffd", piece.text)
+        safe = piece.text.translate(_NOT_SHOWN)
         if coloured:
             text.append(safe, style=_COUNTED if piece.counted else _OTHER)
         else:

@@ -19,7 +19,7 @@ _ANY_TOKEN = 2**31  # where no tokenizer says how many there are
 
 
 @dataclass(frozen=True)
-class Piece:
+class TokenRun:
     """Tokens in a row of which the loss counts all or none."""
 
     text: str
@@ -29,7 +29,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class ExampleDocument:
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TokenRun, ...]
     answer: str = ""  # chosen or rejected, of a preference
 
     @property
@@ -95,7 +95,7 @@ def _documents(sample: Sample, tokenizer: Tokenizer | None, *, preferred: bool) 
         yield ExampleDocument(tuple(pieces), ("chosen", "rejected")[number % 2] if preferred else "")
 
 
-def _piece(tokens: Tokens, tokenizer: Tokenizer | None, *, counted: bool) -> Piece:
+def _piece(tokens: Tokens, tokenizer: Tokenizer | None, *, counted: bool) -> TokenRun:
     numbers = tuple(int(token) for token in tokens)
     text = tokenizer.decode_all(numbers) if tokenizer else " ".join(map(str, numbers))
-    return Piece(text, numbers, counted)
+    return TokenRun(text, numbers, counted)
