@@ -90,7 +90,7 @@ def losses_of(job: Job, folder: str) -> tuple[float, float, float, float]:
     [stream] = held.streams
     each = rows_of(held, 0, stream.per_epoch)
     first = rows_of(training, 0, job.sequences)
-    packed = engine.evaluate(batch_of(first, engine.device)).loss
+    packed = engine.evaluate(batch_of(first, engine.device))
     loader = Loader(held, job.sequences)
     evaluated = evaluate(engine, loader, job.run.evaluation.batches)
     loader.close()
