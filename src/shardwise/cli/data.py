@@ -49,8 +49,10 @@ def run(arguments: list[str]) -> int:
     )  # fmt: skip
     processes = "processes on this machine; they tokenize (default: one per core)"
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help=processes)
-    parser.add_argument("--example", type=int, default=1, metavar="N", help="show: which sequence (default 1)")
-    parser.add_argument("--seq", type=int, default=2048, help="show: its length in tokens (default 2048)")
+    parser.add_argument(
+        "--example", type=int, default=1, metavar="N", help="number of the sequence to show (default 1)"
+    )
+    parser.add_argument("--seq", type=int, default=2048, help="tokens per sequence (default 2048)")
     parser.add_argument("--json", action="store_true", help="JSON output")
     parsed = parser.parse(arguments)
     if parsed.processes < 1:
