@@ -39,6 +39,17 @@ def write_shards(prefix: Path, documents: int = 60, seed: int = 0) -> str:
     return str(prefix)
 
 
+def write_answers(prefix: Path, documents: int = 60, seed: int = 0) -> str:
+    """Documents like those of `write_shards` of which the loss counts an end, as after a prompt: short or long."""
+    random = np.random.default_rng(seed)
+    with PairWriter(prefix, np.uint16, masked=True) as writer:
+        for _ in range(documents):
+            words, length = random.integers(0, VOCAB, 5), int(random.integers(3, 90))
+            asked = int(random.integers(1, length))
+            writer.add(words[random.integers(0, 5, length)], np.arange(length) >= asked)
+    return str(prefix)
+
+
 def job_of(shards: str, devices: int = 1, *, run: dict[str, Any] | None = None, **strategy: Any) -> Job:
     # A large epsilon: where a gradient is nearly zero, Adam would make rounding a whole step.
     moves = {"learning_rate": 1e-3, "epsilon": 1e-4}

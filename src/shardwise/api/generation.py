@@ -116,7 +116,10 @@ def generate(
     text; ``on_done`` with how many prompts of a file are done, and how many there are.
     """
     here = started()
-    adapters = [adapter] if isinstance(adapter, str | PathLike) else adapter
+    adapters = [adapter] if isinstance(adapter, str | PathLike) else list(adapter)
+    for path in adapters:
+        if not Path(path_text(path, "⟨adapter⟩")).is_dir():
+            raise SpecError("⟨adapter⟩", f"{path} is not there", "name a folder of PEFT, or a run of ours")
     request = GenerationRequest(
         str(Path(path_text(source, "source")).resolve()), model, dtype, run_device, _ranks(tp, here),
         _sampling(temperature, top_p, top_k, seed), whole_number(max_new_tokens, "⟨max_new_tokens⟩"),

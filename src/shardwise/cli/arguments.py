@@ -8,19 +8,21 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.api.campaign import EXAMPLES
 from shardwise.api.given import JobArguments, arguments_of
 from shardwise.api.inputs import decided_job
 from shardwise.api.quantities import exclusive
 from shardwise.cli.parser import PRICE_BARE_NUMBERS, Parser
-from shardwise.run.storage.place import Place, place_of
 from shardwise.spec.bare import BareNumbers
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.fields import FieldRecord, job_fields
 from shardwise.spec.installation import require_packages, torch_notes
 from shardwise.spec.job import Job
+
+if TYPE_CHECKING:
+    from shardwise.run.storage.place import Place
 
 _NOT_PRICED = (
     f"bare numbers are priced, not run: they are for {', '.join(PRICE_BARE_NUMBERS[:-1])} and {PRICE_BARE_NUMBERS[-1]}",
@@ -151,6 +153,8 @@ def path_from(text: str) -> Path:
 
 def place_from(text: str) -> Place:
     """A path, or the URI of a place in a store; it need not exist."""
+    from shardwise.run.storage.place import place_of  # most verbs are given no place
+
     place = place_of(text)
     try:
         if isinstance(place, Path):

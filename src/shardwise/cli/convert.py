@@ -38,7 +38,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument(
         "--dtype", choices=("bf16", "fp16", "fp32"), help="data type of the weights (default: as stored)"
     )
-    adapter = "add an adapter to the weights: a folder of PEFT, or a run of ours; several are added in turn"
+    adapter = "adapter over the weights: a folder of PEFT, or a run of ours; several are added in turn"
     parser.add_argument("--adapter", action="append", default=[], metavar="FOLDER", help=adapter)
     add_field_argument(parser, "--model", "; where the source does not include it")
     parser.add_argument(

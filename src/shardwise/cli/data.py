@@ -1,9 +1,11 @@
-"""`shardwise data`: builds token shards from text, and checks shards."""
+"""`shardwise data`: builds token shards from text, checks shards, and shows what training reads."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 from shardwise.api.quantities import amount
 from shardwise.cli.output import show_line
 from shardwise.cli.parser import Parser
+from shardwise.cli.streams import ReaderGone
 from shardwise.report.console import versioned
 from shardwise.report.progress import status
 from shardwise.run.data.conversations import ANSWERS, FORMATS, RecordRules
@@ -19,18 +22,17 @@ from shardwise.spec.units import counted
 
 _DOES = """build: reads text (.txt, .md, .py), JSON lines, Parquet and WebDataset tars, and writes OUT.bin and OUT.idx,
 which Megatron-LM reads too. For records with a prompt and an answer, or with messages, only answers count in the loss.
-check: reads every byte of shards and compares it with the checksums beside them."""
+check: reads every byte of shards and compares it with the checksums beside them.
+show: prints a sequence as training reads it, with what the loss counts in colour."""
 CORPUS = "python"
 
 
 def run(arguments: list[str]) -> int:
     parser = Parser("data", _DOES, "shardwise data build python --out /tmp/corpus")
-    parser.add_argument("what", choices=("build", "check"))
+    parser.add_argument("what", choices=("build", "check", "show"))
     parser.add_argument("files", nargs="+", help=f"files to read, or {CORPUS}: the sources of Python's own library")
     parser.add_argument("--out", help="where to write the output; a name for the shards, without a suffix")
-    parser.add_argument(
-        "--tokenizer", default="bytes", help="bytes, or a Hugging Face tokenizer.json or its folder (default bytes)"
-    )
+    parser.add_argument("--tokenizer", help="bytes, or a Hugging Face tokenizer.json or its folder (default bytes)")
     parser.add_argument("--field", default="text", help="field that holds the text in JSON or Parquet records")
     parser.add_argument("--format", choices=FORMATS, default="auto", help="form of records (default: by their fields)")
     template = "Jinja template of conversations, or a folder that has one (default: the tokenizer's)"
@@ -47,12 +49,18 @@ def run(arguments: list[str]) -> int:
     )  # fmt: skip
     processes = "processes on this machine; they tokenize (default: one per core)"
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help=processes)
+    parser.add_argument(
+        "--example", type=int, default=1, metavar="N", help="number of the sequence to show (default 1)"
+    )
+    parser.add_argument("--seq", type=int, default=2048, help="tokens per sequence (default 2048)")
     parser.add_argument("--json", action="store_true", help="JSON output")
     parsed = parser.parse(arguments)
     if parsed.processes < 1:
         raise SpecError("--processes", str(parsed.processes), "use 1 or more")
     if parsed.what == "check":
         return _check(parsed.files, parsed)
+    if parsed.what == "show":
+        return _show(parsed.files, parsed)
     if parsed.out is None:
         raise SpecError("--out", "is missing", "name the shards to write: --out corpus")
     return _build(_files(parsed.files), Path(parsed.out), parsed)
@@ -66,8 +74,9 @@ def _files(names: list[str]) -> list[Path]:
 
 def _build(files: list[Path], out: Path, parsed: argparse.Namespace) -> int:
     from shardwise.run.data.build import build
+    from shardwise.run.data.token_files import BYTES
 
-    settings: dict[str, Any] = {"tokenizer": parsed.tokenizer, "template": parsed.chat_template}
+    settings: dict[str, Any] = {"tokenizer": parsed.tokenizer or BYTES, "template": parsed.chat_template}
     settings["records"] = RecordRules(parsed.field, parsed.format, parsed.answers)
     settings["workers"] = parsed.processes
     settings["max_record_bytes"] = int(amount(parsed.max_record, "bytes", "--max-record", "32MiB"))
@@ -105,6 +114,21 @@ def _check(prefixes: list[str], parsed: argparse.Namespace) -> int:
         lines.append(f"{prefix}: {_size(documents, tokens)}; {how}")
         data.append({"prefix": prefix, "documents": documents, "tokens": tokens, "checksums": summed})
     show_line(parsed, "\n".join(lines), data)
+    return 0
+
+
+def _show(prefixes: list[str], parsed: argparse.Namespace) -> int:
+    from shardwise.report.example import example_data, show_example
+    from shardwise.run.data.example import example
+
+    if len(prefixes) > 1:
+        raise SpecError("files", f"{len(prefixes)} were named, and one is shown", "name one pair")
+    shown = example(prefixes[0], parsed.example, parsed.seq, parsed.tokenizer)
+    with suppress(ReaderGone):
+        if parsed.json:
+            print(json.dumps(example_data(shown)))
+        else:
+            show_example(shown)
     return 0
 
 

@@ -83,7 +83,7 @@ def _parser() -> Parser:
     parser = Parser("generate", _DOES, _EXAMPLE, _FIRST)
     add = parser.add_argument
     add("source", help="run, checkpoint, Hugging Face folder or file of weights; its kind is detected")
-    adapter = "an adapter over the weights: a folder of PEFT, or a run of ours; several are added in turn"
+    adapter = "adapter over the weights: a folder of PEFT, or a run of ours; several are added in turn"
     add("--adapter", action="append", default=[], metavar="FOLDER", help=adapter)
     add("--prompt", action="append", default=[], metavar="TEXT", help="text to continue; several are one batch")
     add("--prompt-tokens", action="append", default=[], metavar="IDS", help="a prompt as token ids: 1,2,3")

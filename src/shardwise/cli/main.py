@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from shardwise.cli.streams import ReaderGone, piped_streams
-from shardwise.run.storage.stores import StoreError
 from shardwise.spec.errors import SpecError, in_flags, nearest_name, shown
 
 VERBS = {
@@ -26,7 +25,7 @@ VERBS = {
     "verify": "compare a layout with one process: loss, every gradient, every weight after a few steps",
     "validate": "score the cost model on a table of published or measured runs",
     "dryrun": "trace the engine on one rank of any world size: memory, collectives, FLOPs, against the plan",
-    "data": "build token shards from text, JSON lines, Parquet or tars; check shards",
+    "data": "build token shards from text, JSON lines, Parquet or tars; check and show shards",
     "checkpoint": "inspect, verify and reshard checkpoints",
     "convert": "convert weights from and to Hugging Face, torch, DeepSpeed, Megatron-LM; to one file",
     "generate": "continue prompts with a trained model, with a key-value cache, on one rank or several",
@@ -68,9 +67,11 @@ def main(arguments: list[str] | None = None) -> int:
             return status
         except SpecError as error:
             return _told(in_flags(_by_flag(error, arguments).line), error.status)
-        except StoreError as error:
-            return _told(f"{error.filename}: {error.strerror}; check the store and the network")
         except OSError as error:
+            from shardwise.run.storage.stores import StoreError  # only now: most verbs touch no store
+
+            if isinstance(error, StoreError):
+                return _told(f"{error.filename}: {error.strerror}; check the store and the network")
             if error.errno not in _REFUSED:
                 raise
             return _told(f"{shown(error.filename, 300)}: {error.strerror}; check the path")

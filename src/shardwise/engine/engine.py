@@ -29,7 +29,7 @@ from shardwise.engine.recompute import apply_recompute
 from shardwise.engine.refuse import require_runs
 from shardwise.engine.tensor.apply import apply_tensor
 from shardwise.engine.torch_private import has_forward_pre_hooks
-from shardwise.engine.trainer import StepResult, Trainer
+from shardwise.engine.trainer import HeldOutLoss, StepResult, Trainer
 from shardwise.engine.tuning import apply_tuning
 from shardwise.layout.groups import node_of
 from shardwise.layout.stages import built_layers, embedding_on_both_ends, placement, stages_of_rank
@@ -78,8 +78,8 @@ class Engine(Trainer[Batch]):
         parts = mine.microbatches(mine.tokens.shape[0] // self.own_job.strategy.microbatch, self.replicas)
         return parts, mine.counted.float()
 
-    def evaluate(self, batch: Batch) -> Tensor:
-        loss = super().evaluate(batch)
+    def held_out_loss(self, batch: Batch) -> HeldOutLoss:
+        loss = super().held_out_loss(batch)
         for mixture in self.mixtures:  # only training balances experts
             mixture.load.zero_()
         return loss

@@ -62,6 +62,14 @@ class StepResult:
     cases no weight has changed on any rank."""
 
 
+@dataclass(frozen=True)
+class HeldOutLoss:
+    """Tensors on the device, equal on every rank."""
+
+    loss: Tensor  # mean over the labels of the whole batch that count
+    labels: Tensor  # how many those are
+
+
 class Trainer(ABC, Generic[Given]):
     """This rank's stages under data parallelism, with their values; ``call`` runs a stage on a microbatch.
 
@@ -134,7 +142,7 @@ class Trainer(ABC, Generic[Given]):
             self.compress(self.optimizer.steps_taken() >= self.job.strategy.compression.exact_steps)
         self._forget_casts()
         microbatches, counted = self.microbatches(batch)
-        total = self.over_data(counted) if self.workers == 1 else counted
+        total = (self.over_data(counted) if self.workers == 1 else counted).clamp(min=1)  # no label: no gradient
         divisor = total if self.scaler is None else total / self.scaler.scale
         if self.late is not None:  # so that the sum over workers is the mean of their means
             divisor = divisor * self.workers
@@ -273,17 +281,22 @@ class Trainer(ABC, Generic[Given]):
             self.optimizer.offload(share)
             self.data.forget_masters(self.optimizer.cut)
 
-    @torch.no_grad()
     def evaluate(self, batch: Given) -> Tensor:
         """The loss of a global batch, of which ``batch`` is this rank's share; without training."""
+        return self.held_out_loss(batch).loss
+
+    @torch.no_grad()
+    def held_out_loss(self, batch: Given) -> HeldOutLoss:
+        """The same, and how many labels it is a mean of."""
         self._forget_casts()
         microbatches, counted = self.microbatches(batch)
         total = self.over_data(counted)
+        divisor = total.clamp(min=1)
         if self.pipeline:
-            loss = self.pipeline.evaluate(microbatches, total)
+            loss = self.pipeline.evaluate(microbatches, divisor)
         else:
-            loss = torch.stack([self._loss(microbatch) / total for microbatch in microbatches]).sum()
-        return self._of_all(loss)
+            loss = torch.stack([self._loss(microbatch) / divisor for microbatch in microbatches]).sum()
+        return HeldOutLoss(self._of_all(loss), total)
 
     def _of_all(self, loss: Tensor) -> Tensor:
         """The loss summed over the tokens of all ranks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from operator import add
 from typing import Any, NamedTuple
@@ -132,6 +133,7 @@ def _whole(job: Job, rank: int, stages: tuple[tuple[int, int], ...]) -> float:
     return _rank_contents(job.unchecked(training=plain), rank, stages).total
 
 
+@lru_cache
 def layers_of_kind(model: Model, *, moe: bool) -> tuple[int, ...]:
     """The layers of one kind; prediction modules follow the last layer."""
     beyond = range(model.layers, model.layers + model.mtp_layers) if moe == (model.moe is not None) else ()

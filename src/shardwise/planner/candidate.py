@@ -10,7 +10,6 @@ from typing import Any
 from shardwise.cost.memory.device import DeviceMemory, peak_memory
 from shardwise.cost.step.prediction import predict
 from shardwise.cost.step.simulation import COMPUTE, SimulatedStep, grouped, simulated_step, step_parts
-from shardwise.planner.constraints import offload_name
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import DIMENSIONS, Offload, Overlap, Strategy
 from shardwise.spec.units import readable_flops
@@ -152,6 +151,8 @@ def offload_words(strategy: Strategy) -> str:
     offload = strategy.offload
     if not offload.any:
         return ""
+    from shardwise.planner.constraints import offload_name  # pricing a job without offload does not import it
+
     name = offload_name(offload)
     if name == "own":
         kinds = ("optimizer", "gradients", "weights", "activations")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.cost.analysis import Analysis
 from shardwise.cost.campaign import Campaign, StorageCost
 from shardwise.cost.compute.flops import CONVENTIONS
-from shardwise.cost.step.scaling import DimensionOnNetwork, PricedTopology, ScalingRow
 from shardwise.cost.step.simulation import COMMUNICATION, STEP_PARTS
 from shardwise.cost.step.verdict import Change
 from shardwise.cost.traffic.data import GradientTime
@@ -18,7 +17,6 @@ from shardwise.layout.mesh import RankPlace
 from shardwise.planner.advice.assessment import Assessment
 from shardwise.planner.candidate import change_words, degree_words, less_communication_words
 from shardwise.report.console import bar, picked, plain, spoken, table, table_of
-from shardwise.report.memory_timeline import memory_over_time_data, memory_table
 from shardwise.report.page import Line, Piece, paged
 from shardwise.report.tables import Cell, FittedTable
 from shardwise.report.verdict import DIMENSIONS, MEMORY_PARTS, STEP_WORDS, bottleneck_sentence, verdict_table
@@ -35,6 +33,9 @@ from shardwise.spec.units import (
     readable_seconds,
     readable_share,
 )
+
+if TYPE_CHECKING:
+    from shardwise.cost.step.scaling import DimensionOnNetwork, PricedTopology, ScalingRow
 
 _FITS = {"fits": "yes", "tight": "tight", "does not fit": "no"}
 
@@ -86,6 +87,8 @@ def _asked(assessment: Assessment) -> Iterator[Piece | str]:
     if assessment.ranks is not None:
         yield Line("\n".join(_rank_lines(assessment.ranks)), fixed=True)
     if assessment.memory_over_time is not None:
+        from shardwise.report.memory_timeline import memory_table
+
         yield memory_table(assessment.memory_over_time)
 
 
@@ -293,6 +296,8 @@ def analysis_data(assessment: Assessment) -> dict[str, Any]:
     asked_for = ("scaling", "topologies", "ranks")
     data |= picked(assessment, *(name for name in asked_for if getattr(assessment, name) is not None))
     if assessment.memory_over_time is not None:
+        from shardwise.report.memory_timeline import memory_over_time_data
+
         data["memory_over_time"] = memory_over_time_data(assessment.memory_over_time)
     return data
 

@@ -115,6 +115,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "generate": (FIRST,),
     "convert": (FIRST,),
     "data build": (FIRST,),
+    "data show": ("the first",),
     "checkpoint inspect": (FIRST,),
     "checkpoint reshard": (FIRST,),
     "doctor": (FIRST,),

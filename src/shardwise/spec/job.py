@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, Self
 
 from shardwise.spec import presets, rules
@@ -89,7 +89,7 @@ class Job(Spec):
     @property
     def recipe(self) -> Recipe:
         """The training's recipe in the bytes that the stack keeps of every parameter."""
-        return self.stack.stores(self.training.recipe, whole_masters=self.whole_masters)
+        return _kept(self.stack, self.training.recipe, self.whole_masters)
 
     @property
     def autocasts(self) -> bool:
@@ -237,3 +237,8 @@ class Job(Spec):
     @classmethod
     def from_yaml(cls, text: str) -> Job:
         return cls.from_dict(parse_yaml(text, "job"))
+
+
+@lru_cache(maxsize=256)  # a search asks thousands of times for a few
+def _kept(stack: Stack, recipe: Recipe, whole_masters: bool) -> Recipe:
+    return stack.stores(recipe, whole_masters=whole_masters)

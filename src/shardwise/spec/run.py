@@ -53,6 +53,9 @@ class Data(Spec):
     held_out: float = setting(0.02, minimum=0, maximum=0.5)
     """Without `validation`: the share of each shard's tokens, at its end, that is evaluated on and never trained on.
     Whole documents, or part of one where there are few."""
+    packing: Literal["auto", "packed", "stream"] = "auto"
+    """How documents become sequences: whole ones `packed` into few, or a `stream` of all cut anywhere; `auto` packs
+    where the loss counts only some tokens, and for `training.task` sft."""
     workers: Literal["auto"] | int = count("auto", minimum=1, maximum=64)
     """Threads that prepare batches."""
     prefetch: Literal["auto"] | int = count("auto", minimum=1, maximum=1024)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from shardwise.spec import units
@@ -118,14 +118,17 @@ class Recipe:
     @property
     def of_experts(self) -> Recipe:
         """The recipe of routed experts."""
-        if not self.wide_experts:
-            return self
-        return replace(self, compute=self.wide, copies=0.0, linear_input=self.activation, scaling="")
+        return _of_experts(self) if self.wide_experts else self
 
     @property
     def wide(self) -> str:
         """The format of what a low-precision recipe does not quantise: attention, head, router."""
         return self.compute if self.compute in ("fp32", "fp16", "bf16") else "bf16"
+
+
+@lru_cache
+def _of_experts(recipe: Recipe) -> Recipe:
+    return replace(recipe, compute=recipe.wide, copies=0.0, linear_input=recipe.activation, scaling="")
 
 
 FP8_BLOCK = 128  # elements that share a scale in block scaling

@@ -379,7 +379,8 @@ def batch_of(rows: Rows, device: torch.device) -> Batch:
 
 
 def evaluate(trainer: Trainer[Any], loader: Loader, batches: int) -> float:
-    """The mean loss over the first ``batches`` of the loader, equal on all ranks."""
-    losses = [trainer.evaluate(batch_of(loader.take(number), trainer.device)) for number in range(batches)]
+    """The mean loss over all labels in the first ``batches`` of the loader, equal on all ranks."""
+    losses = [trainer.held_out_loss(batch_of(loader.take(number), trainer.device)) for number in range(batches)]
     trainer.data.after_evaluation()
-    return float(torch.stack(losses).mean())
+    means, labels = (torch.stack(of).double() for of in zip(*((one.loss, one.labels) for one in losses)))
+    return float((means * labels).sum() / labels.sum().clamp(min=1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from shardwise.collectives import CollectiveKind
@@ -45,14 +44,14 @@ _NOT_DECOMPOSED = (Role.INPUT_GRADIENTS, Role.SAVED_INPUTS)
 def executed(job: Job, traffic: Traffic) -> Traffic:
     """The traffic with the compute units it occupies and its stack's kind of overlap."""
     taken = units_taken(job, traffic.dimension, traffic.kind, traffic.level_seconds)
-    traffic = replace(traffic, units_taken=float(taken))
+    traffic = traffic.but(units_taken=float(taken))
     stack = job.stack
     if traffic.dimension != "tp" or not job.strategy.overlap.tp or traffic.window == "none":
         return traffic
     if stack.tp_overlap == "buffers":
-        return replace(traffic, unhideable=job.cluster.device.efficiency.overlapped_tp_exposed)
+        return traffic.but(unhideable=job.cluster.device.efficiency.overlapped_tp_exposed)
     if stack.tp_gradients == "in turn" and traffic.payload.role in _NOT_DECOMPOSED:
-        return replace(traffic, window="none")
+        return traffic.but(window="none")
     return traffic
 
 

@@ -30,7 +30,7 @@ def pipeline_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     messages = [message_traffic(job, payload) for payload in payloads]
     exposed = exposed_messages(job) / 2
     scheduled = [
-        replace(message, fixed_exposed_seconds=exposed * float(message.cost.seconds)) for message in messages if message
+        message.but(fixed_exposed_seconds=exposed * float(message.cost.seconds)) for message in messages if message
     ]
     return scheduled + tied_traffic(job, contents, tied_bytes(job, divided_over(job.strategy)))
 

@@ -173,14 +173,12 @@ def _beside_its_product(job: Job, topology: Topology, line: _Line, products: _Pr
     whole = priced("tp", line.payload, line.kind, size, times * job.microbatches, topology, strategy.collective)
     if not times:
         return whole
-    whole = replace(whole, repeated=1 - sum(line.once) / times)
+    whole = whole.but(repeated=1 - sum(line.once) / times)
     if not (at_once or strategy.overlap.tp):
         return whole
     fitting = products.share_beside(line, float(whole.cost.seconds))
     window: Window = "forward" if line.beside == "forward" else "backward"
-    return replace(
-        whole, window=window, unhideable=1 - fitting * (1.0 if at_once else share_beside_products(strategy.tp))
-    )
+    return whole.but(window=window, unhideable=1 - fitting * (1.0 if at_once else share_beside_products(strategy.tp)))
 
 
 class _Products:

@@ -237,6 +237,12 @@ class Traffic:
     under_compute_seconds: float = 0.0
     """Hidden by computation; the rest of what is not exposed overlaps with other transfers."""
 
+    def but(self, **changes: Any) -> Traffic:
+        """A copy with some fields changed, ten times as fast as `dataclasses.replace`: a price makes hundreds."""
+        copy = object.__new__(Traffic)
+        copy.__dict__.update(self.__dict__, **changes)
+        return copy
+
     @property
     def seconds(self) -> float:
         return self.count * float(self.cost.seconds)
@@ -361,7 +367,7 @@ def with_exposed_seconds(traffics: list[Traffic], windows: ComputeWindows) -> li
     hidden = hidden_in_layers(layers, windows)
     for index, transfer, under in zip(inside, layers, hidden):
         left_over = transfer.seconds - under
-        result[index] = replace(traffics[index], exposed_seconds=left_over, under_compute_seconds=under)
+        result[index] = traffics[index].but(exposed_seconds=left_over, under_compute_seconds=under)
     lasting, busy = layer_windows(layers, hidden, windows)
     across = [i for i, t in enumerate(traffics) if not t.in_layer and t.fixed_exposed_seconds is None and t.seconds]
     transfers = [traffics[index].transfer for index in across]
@@ -372,6 +378,6 @@ def with_exposed_seconds(traffics: list[Traffic], windows: ComputeWindows) -> li
         # Transfers that are waited for at the same time share that time in proportion.
         share = together.longest / together.alone if transfer.window != "none" and together.alone else 1.0
         exposed = (transfer.seconds - under) * share
-        result[index] = replace(traffics[index], exposed_seconds=exposed, under_compute_seconds=under)
+        result[index] = traffics[index].but(exposed_seconds=exposed, under_compute_seconds=under)
     scheduled = ((traffic, traffic.fixed_exposed_seconds) for traffic in result)
-    return [traffic if fixed is None else replace(traffic, exposed_seconds=fixed) for traffic, fixed in scheduled]
+    return [traffic if fixed is None else traffic.but(exposed_seconds=fixed) for traffic, fixed in scheduled]

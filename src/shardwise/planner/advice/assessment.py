@@ -10,7 +10,6 @@ from shardwise.cost.campaign import Campaign, StorageCost, checkpoint_bytes, dat
 from shardwise.cost.memory.device import peak_memory
 from shardwise.cost.memory.room import fit_of
 from shardwise.cost.step.prediction import predict
-from shardwise.cost.step.scaling import PricedTopology, ScalingRow, compared_topologies, scaling_table
 from shardwise.cost.step.verdict import Bottleneck, Change, best_change, bottleneck, fitting_change, neighbours
 from shardwise.cost.traffic.data import GradientTime, gradient_times
 from shardwise.layout.mesh import RankPlace, rank_places
@@ -26,6 +25,7 @@ from shardwise.uncertainty.residuals import ErrorBar, error_bar
 
 if TYPE_CHECKING:
     from shardwise.cost.memory.timeline import MemoryOverTime
+    from shardwise.cost.step.scaling import PricedTopology, ScalingRow
     from shardwise.planner.plan import Plan
 
 
@@ -188,6 +188,13 @@ def assess(
         from shardwise.cost.memory.timeline import memory_over_time
 
         memory = memory_over_time(job)
+    scaled: dict[str, list[ScalingRow]] | None = None
+    compared: tuple[PricedTopology, ...] | None = None
+    if scaling or topologies:
+        from shardwise.cost.step.scaling import compared_topologies, scaling_table
+
+        scaled = {kind: scaling_table(job, kind) for kind in SCALING_KINDS} if scaling else None
+        compared = compared_topologies(job) if topologies else None
     return Assessment(
         analysis,
         error_bar(job),
@@ -197,8 +204,8 @@ def assess(
         tuple(gradient_times(analysis)),
         StorageUse(checkpoint_bytes(analysis), data_rate(analysis), tuple(storage_costs(analysis))),
         campaign,
-        {kind: scaling_table(job, kind) for kind in SCALING_KINDS} if scaling else None,
+        scaled,
         rank_places(job) if ranks else None,
         memory,
-        compared_topologies(job) if topologies else None,
+        compared,
     )

@@ -34,13 +34,20 @@ def summary(lengths: np.ndarray[Any, np.dtype[Any]], counted: int) -> dict[str, 
     return {"histogram": histogram, "longest": longest, "labels": counted / tokens if tokens else 1.0}
 
 
-def measured_lengths(prefix: Place | str) -> dict[str, Any]:
-    """What `summary` found of a pair; imports no numpy. Raises SpecError if the pair was built without it."""
+def about(prefix: Place | str) -> dict[str, Any]:
+    """What is kept beside a pair; empty if nothing is."""
     place = place_of(prefix) if isinstance(prefix, str) else prefix
     path = place.with_name(place.name + ABOUT)
+    if not path.is_file():
+        return {}
+    document = parse_json(path.read_bytes(), str(path), most_values=IN_BULK)
+    return document if isinstance(document, dict) else {}
+
+
+def measured_lengths(prefix: Place | str) -> dict[str, Any]:
+    """What `summary` found of a pair; imports no numpy. Raises SpecError if the pair was built without it."""
     try:
-        document = parse_json(path.read_bytes(), str(path), most_values=IN_BULK)
-        held = document[LENGTHS]
+        held = about(prefix)[LENGTHS]
         histogram = [[int(length), int(number)] for length, number in held["histogram"]]
         return {"histogram": histogram, "longest": int(held["longest"]), "labels": float(held["labels"])}
     except (OSError, KeyError, ValueError, TypeError):

@@ -110,13 +110,14 @@ class Stream:
         _, inside = np.unique(document[:-1], return_inverse=True)
         return Sample(window[:-1], labels, inside.astype(np.int64))
 
-    def checked(self, start: int, stop: int) -> Tokens:
+    def checked(self, start: int, stop: int, pair: TokenFiles | None = None) -> Tokens:
         """The tokens of a range; raises SpecError if one is not in the vocabulary."""
-        window: Tokens = np.asarray(self.pair.tokens[start:stop]).astype(np.int64)
+        pair = pair or self.pair
+        window: Tokens = np.asarray(pair.tokens[start:stop]).astype(np.int64)
         if len(window) and (int(window.min()) < 0 or int(window.max()) >= self.vocab):
             bad = int(np.flatnonzero((window < 0) | (window >= self.vocab))[0])
             problem = f"token {start + bad:,} is {window[bad]}, the vocabulary ends at {self.vocab:,}"
-            raise SpecError(f"{self.pair.prefix}.bin", problem, "use the tokenizer of the model")
+            raise SpecError(f"{pair.prefix}.bin", problem, "use the tokenizer of the model")
         return window
 
 

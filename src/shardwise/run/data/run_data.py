@@ -9,14 +9,16 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from shardwise.run.data.build import build
 from shardwise.run.data.order import Mixture, Stream
+from shardwise.run.data.packing import PackedStream
 from shardwise.run.data.sources import standard_library
-from shardwise.run.data.token_files import TokenFiles, Tokens, open_pair
+from shardwise.run.data.token_files import TokenFiles, Tokens, open_pair, pairs_of_preferences
 from shardwise.run.storage.place import Place, absolute, place_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
@@ -36,7 +38,7 @@ def mixtures_of(job: Job, folder: Path) -> tuple[Mixture, Mixture | None]:
     names = _places(job, data.shards) or [builtin_corpus(folder)]
     here = staged([*names, *_places(job, data.validation)], data.stage, data.stage_limit)
     pairs = [open_pair(name, data.cache) for name in here]
-    return _mixtures(job, pairs[: len(names)], pairs[len(names) :])
+    return _mixtures(job, _sources(job, pairs[: len(names)]), _sources(job, pairs[len(names) :]))
 
 
 def check_data(job: Job) -> list[str]:
@@ -45,24 +47,53 @@ def check_data(job: Job) -> list[str]:
     shards, validation = _places(job, data.shards), _places(job, data.validation)
     trained = [open_pair(name, data.cache) for name in shards] or [_to_be_built()]
     others = [open_pair(name, data.cache) for name in validation]
-    training, evaluated = _mixtures(job, trained, others)
+    training, evaluated = _mixtures(job, _sources(job, trained), _sources(job, others))
     built = 0 if data.shards else trained[0].tokens.nbytes
     require_staging([*shards, *validation], built, data.stage, data.stage_limit)
     for stream in [*training.streams, *(evaluated.streams if evaluated else [])]:
         stream.checked(stream.begin, stream.begin + min(stream.tokens, _PROBED_TOKENS))
+    packed = [f"{one.pair.prefix}: {one.summary}" for one in training.streams if isinstance(one, PackedStream)]
     if evaluated is None or others:
-        return []
-    return [
+        return packed
+    return packed + [
         f"{stream.pair.prefix}: {stream.tokens:,} of {len(stream.pair.tokens):,} tokens are held out, one sequence:"
         f" more than run.data.held_out ({data.held_out:g}) asks for"
         for stream in evaluated.streams
-        if stream.tokens > 1 + data.held_out * len(stream.pair.tokens)
+        if not isinstance(stream, PackedStream) and stream.tokens > 1 + data.held_out * len(stream.pair.tokens)
     ]
 
 
 def _places(job: Job, names: Sequence[str]) -> list[Place]:
-    """The places of some pairs; a store may take as long to answer as a step may."""
-    return [place_of(name, job.run.timeouts.step) for name in names]
+    """The places of some pairs, two for each of preferences; a store may take as long to answer as a step may."""
+    places = [place_of(name, job.run.timeouts.step) for name in names]
+    return [pair for place in places for pair in pairs_of_preferences(place)] if _prefers(job) else places
+
+
+def _prefers(job: Job) -> bool:
+    return job.training.task == "dpo"
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A pair of files, or two of preferences; ``packed`` if its documents stay whole."""
+
+    pairs: tuple[TokenFiles, ...]
+    packed: bool
+
+
+def _sources(job: Job, pairs: Sequence[TokenFiles]) -> list[_Source]:
+    if _prefers(job):
+        both = [_Source((chosen, rejected), packed=True) for chosen, rejected in zip(pairs[::2], pairs[1::2])]
+        for chosen, rejected in (source.pairs for source in both):
+            if chosen.documents != rejected.documents:
+                problem = f"has {rejected.documents:,} documents, and there are {chosen.documents:,} chosen ones"
+                raise SpecError(str(rejected.prefix), problem, "build them again: data build")
+        return both
+    wanted, tuned = job.run.data.packing, job.training.task == "sft"
+    return [
+        _Source((pair,), wanted == "packed" or (wanted == "auto" and (tuned or pair.mask is not None)))
+        for pair in pairs
+    ]
 
 
 def builtin_corpus(folder: Path) -> Path:
@@ -99,9 +130,11 @@ def _first_document_held_out(starts: Tokens, share: float) -> int:
     return int(starts[np.searchsorted(starts, (1 - share) * starts[-1])])
 
 
-def _training_end(job: Job, pair: TokenFiles) -> int:
-    """The first token that is not trained on."""
-    share, seq = job.run.data.held_out, job.training.seq
+def _training_end(job: Job, source: _Source) -> int:
+    """The first token that is not trained on; of packed documents the first document."""
+    share, seq, pair = job.run.data.held_out, job.training.seq, source.pairs[0]
+    if source.packed:
+        return _documents_trained_on(job, pair)
     if job.run.data.validation:
         return len(pair.tokens)
     if not job.run.evaluation.batches:
@@ -113,22 +146,46 @@ def _training_end(job: Job, pair: TokenFiles) -> int:
     return held_out_begin(pair.starts, share, seq)
 
 
-def _mixtures(job: Job, trained: Sequence[TokenFiles], others: Sequence[TokenFiles]) -> tuple[Mixture, Mixture | None]:
+def _documents_trained_on(job: Job, pair: TokenFiles) -> int:
+    """All but the last of them that have the share held out, at least one."""
+    if job.run.data.validation:
+        return pair.documents
+    begin = int(np.searchsorted(pair.starts, (1 - job.run.data.held_out) * pair.starts[-1]))
+    if not job.run.evaluation.batches:
+        return max(1, begin)
+    if pair.documents < 2:
+        remedy = "give more, run.data.validation, or run.evaluation.batches: 0"
+        raise SpecError(f"{pair.prefix}", "has one document, to train on and to hold out", remedy)
+    return min(max(1, begin), pair.documents - 1)
+
+
+def _mixtures(job: Job, trained: Sequence[_Source], others: Sequence[_Source]) -> tuple[Mixture, Mixture | None]:
     weights, seed = job.run.data.weights, job.run.seed
-    ends = [_training_end(job, pair) for pair in trained]
-    training = _mixture(job, [(pair, 0, end) for pair, end in zip(trained, ends)], weights, seed)
+    ends = [_training_end(job, source) for source in trained]
+    training = _mixture(job, [(source, 0, end) for source, end in zip(trained, ends)], weights, seed)
     if not job.run.evaluation.batches:
         return training, None
-    held = [(pair, end, len(pair.tokens)) for pair, end in zip(trained, ends)]
-    evaluated = [(pair, 0, len(pair.tokens)) for pair in others] or held
-    return training, _mixture(job, evaluated, () if others else weights, seed + _EVALUATION_SEED)
+    held = [(source, end, _size(source)) for source, end in zip(trained, ends)]
+    evaluated = [(source, 0, _size(source)) for source in others] or held
+    return training, _mixture(job, evaluated, () if others else weights, seed + _EVALUATION_SEED, once=True)
 
 
-def _mixture(job: Job, parts: Sequence[tuple[TokenFiles, int, int]], weights: Sequence[float], seed: int) -> Mixture:
-    streams = [
-        Stream(pair, job.training.seq, job.model.vocab, seed + 1000 * number, begin, end)
-        for number, (pair, begin, end) in enumerate(parts)
-    ]
+def _size(source: _Source) -> int:
+    return source.pairs[0].documents if source.packed else len(source.pairs[0].tokens)
+
+
+def _mixture(
+    job: Job, parts: Sequence[tuple[_Source, int, int]], weights: Sequence[float], seed: int, *, once: bool = False
+) -> Mixture:
+    """``once``: packed documents are not repeated."""
+    seq, vocab = job.training.seq, job.model.vocab
+    streams: list[Stream] = []
+    for number, (source, begin, end) in enumerate(parts):
+        own = seed + 1000 * number
+        if source.packed:
+            streams.append(PackedStream(source.pairs, seq, vocab, own, begin, end, once=once))
+        else:
+            streams.append(Stream(source.pairs[0], seq, vocab, own, begin, end))
     return Mixture(streams, weights or [float(stream.tokens) for stream in streams], seed)
 
 

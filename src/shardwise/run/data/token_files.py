@@ -329,6 +329,16 @@ BYTES = "bytes"
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<｜end▁of▁sentence｜>")
 
 
+def _split(tokens: Sequence[int], at: int) -> list[list[int]]:
+    parts: list[list[int]] = [[]]
+    for token in tokens:
+        if token == at:
+            parts.append([])
+        else:
+            parts[-1].append(token)
+    return parts
+
+
 class ByteTokenizer:
     """Every byte of UTF-8 is a token."""
 
@@ -351,6 +361,10 @@ class ByteTokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode("utf-8", "replace")
+
+    def decode_all(self, tokens: Sequence[int]) -> str:
+        """With the tokens that are no text, as people write them."""
+        return "<end>".join(self.decode(part) for part in _split(tokens, self.end))
 
     def required_end(self) -> int:
         return self.end
@@ -403,6 +417,11 @@ class HuggingFaceTokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         text: str = self._model.decode(list(tokens), skip_special_tokens=True)
+        return text
+
+    def decode_all(self, tokens: Sequence[int]) -> str:
+        """With the tokens that are no text."""
+        text: str = self._model.decode(list(tokens), skip_special_tokens=False)
         return text
 
 
