@@ -113,4 +113,5 @@ def _rows_here(linear: Any) -> tuple[Tensor, bool]:
         return local(linear.weight), isinstance(linear.weight, DTensor)
     if not isinstance(stored.codes, DTensor):
         return stored.dense(torch.float32), False
-    return decode(stored.form, {name: local(tensor) for name, tensor in stored.tensors.items()}, torch.float32), True
+    here = {name: local(tensor) for name, tensor in stored.tensors.items()}
+    return decode(stored.form, {**here, **stored.codes_of_values}, torch.float32), True

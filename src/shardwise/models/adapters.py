@@ -136,9 +136,9 @@ class ExpertAdapter(nn.Module):
 def linears_of_layers(root: nn.Module) -> Iterator[tuple[str, nn.Module, MatrixRole, int]]:
     """The linear layers of attention and MLPs in a decoder's layers: name, module, role and layer."""
     for name, module in root.named_modules():
-        *words, inside, own = ("", "", *name.split("."))
-        if inside in ("attention", "mlp", "shared") and own in MODULES:
-            yield name, module, MODULES[own], int(words[3])
+        words = name.split(".")
+        if len(words) > 3 and words[-2] in ("attention", "mlp", "shared") and words[-1] in MODULES:
+            yield name, module, MODULES[words[-1]], int(words[1])
 
 
 def adapted_linears(root: nn.Module, adapters: Adapters) -> Iterator[tuple[str, nn.Linear]]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -120,7 +121,7 @@ def encode(form: str, matrix: Tensor) -> Encoded:
     blocks = wide.reshape(wide.shape[0], -1, NF4_BLOCK)
     largest = blocks.abs().amax(-1)
     scaled = (blocks * (1.0 / largest.clamp(min=SMALLEST))[..., None]).clamp(-1, 1)
-    bounds = _bounds(nf4_code(wide.device))
+    bounds = _bounds(torch.tensor(NF4_CODE, device=wide.device))
     codes = torch.bucketize(scaled.reshape(wide.shape).contiguous(), bounds, out_int32=True).to(torch.uint8)
     packed = (codes[:, ::2] << 4) | codes[:, 1::2]
     if form == "nf4":
@@ -135,7 +136,9 @@ def _double(largest: Tensor) -> Encoded:
     padded = F.pad(flat, (0, -len(flat) % NESTED_BLOCK)).view(-1, NESTED_BLOCK)
     nested = padded.abs().amax(1)
     scaled = (padded * (1.0 / nested.clamp(min=SMALLEST))[:, None]).clamp(-1, 1)
-    codes = torch.bucketize(scaled, _bounds(dynamic_code(largest.device)), out_int32=True).to(torch.uint8)
+    codes = torch.bucketize(scaled, _bounds(torch.tensor(dynamic_code(), device=largest.device)), out_int32=True).to(
+        torch.uint8
+    )
     return {"scales": codes.flatten()[: len(flat)].view(largest.shape), "nested": nested, "offset": offset}
 
 
@@ -151,13 +154,12 @@ def decode(form: str, tensors: Mapping[str, Tensor], dtype: torch.dtype, nested:
         wide = codes.view(torch.float8_e4m3fn).float()
         blocks = _blocked(wide) * scales[:, None, :, None]
         return blocks.flatten(2).flatten(0, 1)[: wide.shape[0], : wide.shape[1]].to(dtype)
-    code = nf4_code(codes.device)
     apart = torch.stack((codes >> 4, codes & 15), -1).flatten(1)
     if nested is None:
         scales = tensors["scales"].view(torch.float32)
     else:
-        scales = dynamic_code(codes.device)[tensors["scales"].int()] * nested + tensors["offset"]
-    values = code[apart.int()].view(codes.shape[0], -1, NF4_BLOCK) * scales[..., None]
+        scales = tensors["scale_code"][tensors["scales"].int()] * nested + tensors["offset"]
+    values = tensors["code"][apart.int()].view(codes.shape[0], -1, NF4_BLOCK) * scales[..., None]
     return values.flatten(1).to(dtype)
 
 
@@ -171,21 +173,24 @@ def _bounds(code: Tensor) -> Tensor:
     return (code[:-1] + code[1:]) / 2
 
 
-@lru_cache(maxsize=8)
-def nf4_code(device: torch.device) -> Tensor:
-    return torch.tensor(NF4_CODE, dtype=torch.float32, device=device)
+def _linspace(steps: int) -> Any:
+    """0.1 to 1 in fp32 with the rounding of `torch.linspace`: from both ends to the middle, rounded once."""
+    first, last = np.float32(0.1), np.float32(1)
+    step, places = np.float64((last - first) / np.float32(steps - 1)), np.arange(steps, dtype=np.float64)
+    halves = np.where(places < steps // 2, first + step * places, last - step * (steps - 1 - places))
+    return halves.astype(np.float32)
 
 
-@lru_cache(maxsize=8)
-def dynamic_code(device: torch.device) -> Tensor:
+@lru_cache(maxsize=1)
+def dynamic_code() -> tuple[float, ...]:
     """The signed eight-bit numbers of bitsandbytes' `create_dynamic_map` (arXiv 1511.04561): the larger the exponent,
     the more bits of fraction."""
     values = [0.0, 1.0]
     for exponent in range(7):
-        bounds = torch.linspace(0.1, 1, 2**exponent + 1, dtype=torch.float32)
-        means = 10 ** (exponent - 6) * ((bounds[:-1] + bounds[1:]) / 2)
+        bounds = _linspace(2**exponent + 1)
+        means = np.float32(10 ** (exponent - 6)) * ((bounds[:-1] + bounds[1:]) / 2)
         values += [*means.tolist(), *(-means).tolist()]
-    return torch.tensor(sorted(values), dtype=torch.float32, device=device)
+    return tuple(sorted(values))
 
 
 # -- the weight of a linear layer, or of stacked experts -----------------------------------------------
@@ -210,7 +215,10 @@ class StoredWeight(nn.Module):
             shape = (matrices * -(-rows // layout.rows), -(-columns // layout.columns) if layout.columns else 1)
             tensor = torch.empty(shape, dtype=layout.dtype, device="meta")
             self.register_parameter(layout.name, nn.Parameter(tensor, requires_grad=False))
+        if form.startswith("nf4"):
+            self.register_buffer("code", torch.empty(len(NF4_CODE), device="meta"), persistent=False)
         if form == "nf4-double":
+            self.register_buffer("scale_code", torch.empty(256, device="meta"), persistent=False)
             groups = -(-(whole[0] * whole[1] // NF4_BLOCK) // NESTED_BLOCK)
             self.register_buffer("nested", torch.empty(matrices, groups, device="meta"), persistent=False)
             self.register_buffer("offset", torch.empty(matrices, 1, device="meta"), persistent=False)
@@ -220,9 +228,14 @@ class StoredWeight(nn.Module):
         """As they are now: whole, or divided by data parallelism."""
         return {layout.name: getattr(self, layout.name) for layout in LAYOUTS[self.form]}
 
+    @property
+    def codes_of_values(self) -> dict[str, Tensor]:
+        """The numbers that codes stand for, in the formats that list them."""
+        return {name: buffer for name, buffer in self.named_buffers() if name in ("code", "scale_code")}
+
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The weight [rows, columns], or of experts [experts, rows, columns]."""
-        tensors, nested = self.tensors, None
+        tensors, nested = {**self.tensors, **self.codes_of_values}, None
         if self.form == "nf4-double":
             tensors["offset"] = self.offset.repeat_interleave(self.rows, 0)
             nested = self._nested()
@@ -249,6 +262,8 @@ def fill_stored(stored: StoredWeight, read: Read, local: Callable[[Tensor], tupl
 
     ``local`` gives of a tensor what this rank holds, and the number of its first row.
     """
+    for name, code in stored.codes_of_values.items():
+        code.copy_(torch.tensor(NF4_CODE if name == "code" else dynamic_code()))
     for layout in LAYOUTS[stored.form]:
         tensor, first = local(getattr(stored, layout.name))
         each = len(getattr(stored, layout.name)) // stored.matrices  # rows of one matrix
