@@ -53,6 +53,7 @@ CIRCUMSTANCES = {
     "repeated-missing-mlp-up": "refused: every MLP is a routed expert",
     "odd-chunks": "refused: sequences that do not divide into 2·cp chunks",
     "ragged-experts": "refused: rows of experts that are not a multiple of 16 bytes",
+    "ragged-base": "refused: blocks of scales that tensor parallelism would cut",
     "odd-rotation": "refused: heads with an odd number of features",
 }
 
@@ -110,6 +111,11 @@ BESIDE: dict[str, tuple[Fields, Fields]] = {
     "longrope": ({}, {"model": {"numerics": {"rope_scaling": LONG}}}),
     "experts": ({}, EXPERTS),
     "dora": ({"training": {"adapters": {}}}, {"training": {"adapters": {"method": "dora"}}}),
+    **{f"base-{name}": ({"model": BLOCKS, "training": {"adapters": {}}},
+                        {"model": BLOCKS, "training": {"adapters": {}, "base_precision": name}})
+       for name in ("fp8", "int8", "nf4", "nf4-double")},
+    "base-bf16": ({"training": {"precision": "fp32", "adapters": {}}},
+                  {"training": {"precision": "fp32", "adapters": {}, "base_precision": "bf16"}}),
     "adapters-on-experts": ({**EXPERTS, "training": {"adapters": {}}},
                             {**EXPERTS, "training": {"adapters": {"experts": True}}}),
     "rank-order": (PIPELINE, {**PIPELINE, "order": ["tp", "cp", "pp", "dp"]}),

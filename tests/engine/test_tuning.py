@@ -22,6 +22,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.fine_tuning import Adapters
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import trained_parameters
+from shardwise.spec.support import verdict
 
 LORA, DORA = Adapters(rank=4, alpha=8), Adapters(rank=4, alpha=6, method="dora", scaling="rank-stabilised")
 EACH: dict[str, Any] = {"adapters": Adapters(rank=4, alpha=8, experts=True)}
@@ -97,6 +98,43 @@ def test_offloaded_states_of_adapters_equal_one_process(fields: dict[str, Any]) 
 @pytest.mark.parametrize("tensor", ["one", "sp"])
 def test_compiled_layers_equal_one_process(tuning: str, tensor: str) -> None:
     check(tuned(of_layout(Layout.of("tiny", tensor=tensor, data="zero-3"), tuning), compile=True), steps=2)
+
+
+def wide(layout: Layout, form: str, **changes: Any) -> Job:
+    """A model whose matrices have whole blocks on every rank."""
+    model = model_named(dict(layout.values)["model"])
+    changed = {"hidden": 128, "ffn": 256, "head_dim": None, "published_parameters": None, **changes}
+    if model.moe is not None:
+        changed["moe"] = replace(model.moe, ffn=128, shared_ffn=model.moe.shared_ffn and 128)
+    job = job_of(replace(model, **changed), layout.fields)
+    assert job is not None
+    adapters = DORA if form in ("nf4", "int8") and model.moe is None else LORA
+    return tuned(job, adapters=adapters, base_precision=form)
+
+
+STORED = [
+    ("nf4", Layout.of("tiny", data="hybrid-3", recompute="full")),
+    ("nf4-double", Layout.of("tiny-moe", tensor="sp", experts="ep-expert-tp", data="zero-1")),
+    ("nf4-double", Layout.of("tiny", data="zero-3", tensor="overlapped")),
+    ("int8", Layout.of("tiny", tensor="plain", pipeline="zbv", data="zero-3")),
+    ("fp8", Layout.of("tiny-moe", data="zero-3", experts="ep")),
+    ("bf16", Layout.of("tiny", pipeline="1f1b", recompute="selective", data="zero-0")),
+]
+
+
+@pytest.mark.parametrize(("form", "layout"), STORED, ids=lambda value: str(value))
+def test_bases_in_fewer_bits_equal_one_process(form: str, layout: Layout) -> None:
+    check(wide(layout, form), steps=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["bf16", "fp8", "int8", "nf4", "nf4-double"])
+@pytest.mark.parametrize(("number", "layout"), list(enumerate(covering("quick")))[::3], ids=lambda value: str(value))
+def test_bases_in_fewer_bits_in_every_layout(form: str, number: int, layout: Layout) -> None:
+    sizes = {"hidden": 512, "ffn": 512, "heads": 4, "kv_heads": 4}
+    job = wide(layout, form, **sizes) if model_named(dict(layout.values)["model"]).mla is None else wide(layout, "int8")
+    if verdict(job).status == "runs":
+        check(job, steps=2)
 
 
 @pytest.mark.parametrize("tuning", TUNINGS)

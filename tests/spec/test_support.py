@@ -111,6 +111,7 @@ USING: dict[str, Fields] = {
         for name in BASE_FORMATS
         if name != "computed"
     },
+    "ragged-base": {"training": {"adapters": {}, "base_precision": "nf4"}, "model": {"ffn": 3088}},
     "dpo": {"training": {"task": "dpo"}},
     "tied-embeddings": {"model": {"tied_embeddings": True}},
     "mtp": {"model": {"mtp_layers": 1}},

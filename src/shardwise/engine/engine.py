@@ -30,7 +30,7 @@ from shardwise.engine.refuse import require_runs
 from shardwise.engine.tensor.apply import apply_tensor
 from shardwise.engine.torch_private import has_forward_pre_hooks
 from shardwise.engine.trainer import HeldOutLoss, StepResult, Trainer
-from shardwise.engine.tuning import apply_tuning
+from shardwise.engine.tuning import apply_tuning, store_frozen
 from shardwise.layout.groups import node_of
 from shardwise.layout.stages import built_layers, embedding_on_both_ends, placement, stages_of_rank
 from shardwise.models.decoder import Decoder
@@ -103,6 +103,7 @@ def cut_stages(job: Job, mesh: Mesh) -> dict[int, nn.Module]:
         apply_context(decoder, mesh, job.strategy)
         if job.model.moe:
             apply_experts(decoder, mesh, job.strategy, lambda rank: node_of(rank, job.cluster.node_devices))
+        store_frozen(decoder, job, precision_of(job.training).compute)
         apply_fp8(decoder, mesh, DECODER, precision_of(job.training).scaling)
         stages[stage] = decoder
     apply_recompute(list(stages.values()), job, DECODER, random=False)

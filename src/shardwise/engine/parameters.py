@@ -6,7 +6,7 @@ local tensor is; data parallelism (`fully_shard`) divides further what is descri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,9 +20,10 @@ from shardwise.engine.mesh import Mesh
 from shardwise.engine.profiler_ranges import sent
 from shardwise.engine.torch_private import compute_local_shape_and_global_offset, foreach_copy_
 from shardwise.models.decoder import initial_value, is_stack_of_experts
+from shardwise.models.stored import Region, StoredWeight, fill_stored, require_whole_blocks
 from shardwise.spec.model import Model
 
-_NOTES = "_shardwise_parts"
+_NOTES, _CODES = "_shardwise_parts", "_shardwise_codes"
 # What recompute and compilation insert into the names of parameters.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -162,11 +163,16 @@ class HeldParameter:
 
 
 def held(chunks: Iterable[nn.Module]) -> list[HeldParameter]:
-    """All parameters of a rank's stages, each once."""
+    """All parameters of a rank's stages, each once; but not the codes of stored weights (`stored_weights`)."""
     parameters: dict[int, HeldParameter] = {}
     for chunk in chunks:
-        parts = parts_of(chunk)
+        parts, codes = parts_of(chunk), set[int]()
+        for module in chunk.modules():
+            if isinstance(module, StoredWeight):
+                codes.update(map(id, module.parameters()))
         for name, parameter in chunk.named_parameters():
+            if id(parameter) in codes:
+                continue
             parameters.setdefault(id(parameter), HeldParameter(plain_name(name), parts[plain_name(name)], parameter))
     return list(parameters.values())
 
@@ -200,6 +206,61 @@ def _sum_together(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
     foreach_copy_(tensors, split_like(flat, tensors))
 
 
+@dataclass(frozen=True)
+class HeldCodes:
+    """A frozen weight of this rank in fewer bits: of the whole ``name`` the matrices from ``first`` on."""
+
+    name: str
+    stored: StoredWeight
+    shape: tuple[int, ...]  # of the whole
+    first: int = 0
+
+    def fill(self, slice_of: Callable[[str, tuple[slice, ...]], Tensor]) -> None:
+        """Quantises it on the way from where ``slice_of`` reads slices of whole weights."""
+
+        def read(matrix: int, region: Region) -> Tensor:
+            rows, columns = slice(*region.rows), slice(*region.columns)
+            if len(self.shape) == 2:
+                return slice_of(self.name, (rows, columns))
+            at = self.first + matrix
+            return slice_of(self.name, (slice(at, at + 1), columns, rows))[0].T  # experts are [inputs, outputs] here
+
+        def here(tensor: Tensor) -> tuple[Tensor, int]:
+            if not isinstance(tensor, DTensor):
+                return tensor.detach(), 0
+            _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+            return local(tensor), offset[0]
+
+        fill_stored(self.stored, read, here)
+
+
+def store(module: nn.Module, name: str, form: str) -> StoredWeight:
+    """Takes a parameter that is cut already out of a module; the codes of what is left are to be filled."""
+    part = part_of(module, name)
+    runs = [(0, size) for size in part.shape]
+    for cut in part.cuts:
+        (runs[cut.dimension],) = cut.runs
+    *experts, one, other = runs
+    whole = (part.shape[-2], part.shape[-1])
+    rows, columns = (other, one) if experts else (one, other)
+    first, last = experts[0] if experts else (0, 1)
+    whole = whole[::-1] if experts else whole
+    require_whole_blocks(form, name, whole, Region(rows, columns))
+    stored = StoredWeight(form, whole, Region(rows, columns), last - first)
+    setattr(module, name, None)
+    stored.__dict__[_CODES] = HeldCodes("", stored, part.shape, first)
+    return stored
+
+
+def stored_weights(chunks: Iterable[nn.Module]) -> Iterator[HeldCodes]:
+    """The frozen weights of a rank's stages that are kept in fewer bits."""
+    for chunk in chunks:
+        for name, module in chunk.named_modules():
+            if isinstance(module, StoredWeight):
+                whole = plain_name(f"{name}.")[:-1].replace(".experts.stored.", ".experts.")
+                yield replace(module.__dict__[_CODES], name=whole.replace(".stored", ".weight"))
+
+
 Whole = Callable[[str, HeldPart], Tensor]
 
 
@@ -224,6 +285,8 @@ def initialise_parts(chunks: Iterable[nn.Module], model: Model, seed: int) -> No
             buffer.zero_()
     for target in held(chunks):
         fill(target, lambda name, part, like=target.parameter: _drawn(name, part, seed, model, like.device))  # type: ignore[misc]
+    for codes in stored_weights(chunks):
+        codes.fill(lambda name, slices, codes=codes: first_slice(name, codes.shape, slices, seed, model))  # type: ignore[misc]
 
 
 @torch.no_grad()
@@ -246,6 +309,13 @@ def as_divided(values: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return values
     return DTensor.from_local(values, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+
+
+def first_slice(name: str, shape: tuple[int, ...], slices: tuple[slice, ...], seed: int, model: Model) -> Tensor:
+    """A slice of a weight's initial value; of stacked experts only those in it are drawn."""
+    if not is_stack_of_experts(name):
+        return initial_value(name, shape, seed, model)[slices]
+    return initial_value(name, shape, seed, model, experts=range(shape[0])[slices[0]])[(slice(None), *slices[1:])]
 
 
 def _drawn(name: str, part: HeldPart, seed: int, model: Model, device: torch.device) -> Tensor:

@@ -193,7 +193,7 @@ def all_but_cheap(layer: nn.Module, again: Again, operators: Sequence[str]) -> F
     """The layer's forward pass, recomputing what selective recompute names and everything that is as cheap."""
     names = [name for operator in operators for name in _NAMED_MATMULS.get(operator, ())]
     matmuls = [getattr(part, name, None) for part in layer.modules() for name in names]
-    repeated = [part.weight.shape[::-1] for part in matmuls if isinstance(part, nn.Linear)]
+    repeated = [torch.Size((part.in_features, part.out_features)) for part in matmuls if isinstance(part, nn.Linear)]
     return _keeping(layer.forward, again, lambda number, shape: shape not in repeated)
 
 

@@ -6,13 +6,16 @@ Frozen weights are kept in the format of the computation: nothing updates them, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.parameters import divided_as, local
-from shardwise.models.adapters import adapter_of, add_adapters, is_of_adapter
+from shardwise.engine.parameters import divided_as, local, store
+from shardwise.models.adapters import TunedLinear, adapter_of, add_adapters, is_of_adapter, linears_of_layers
+from shardwise.models.moe import GroupedExperts
+from shardwise.models.stored import StoredWeight, decode
 from shardwise.spec.fine_tuning import Part, Tuning
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
@@ -25,10 +28,37 @@ def apply_tuning(decoder: nn.Module, job: Job, compute: torch.dtype) -> None:
         return
     if tuning.adapters is not None:
         add_adapters(decoder, tuning.adapters)
+    if storage_of(job, compute) is not None:
+        for name, linear, _, layer in list(linears_of_layers(decoder)):
+            part: Part = "attention" if ".attention." in name else "mlp"
+            if type(linear) is nn.Linear and not tuning.trains(part, layer):
+                before, _, own = name.rpartition(".")
+                setattr(decoder.get_submodule(before), own, TunedLinear(linear))
     for name, parameter in decoder.named_parameters():
         if not trains(tuning, name, job.model):
             parameter.requires_grad_(False)
             parameter.data = parameter.data.to(compute)
+
+
+def storage_of(job: Job, compute: torch.dtype) -> str | None:
+    """The format that frozen linear layers are kept in; None if that is the format of the computation."""
+    form = job.training.base_precision
+    return None if form == "computed" or (form == "bf16" and compute == torch.bfloat16) else form
+
+
+def store_frozen(decoder: nn.Module, job: Job, compute: torch.dtype) -> None:
+    """Keeps frozen linear layers as codes; call when everything is cut, and before anything has values."""
+    form = storage_of(job, compute)
+    if form is None:
+        return
+    for _, linear, _, _ in list(linears_of_layers(decoder)):
+        held: Any = linear
+        if not held.weight.requires_grad:
+            held.stored = store(held, "weight", form)
+    for experts in [module for module in decoder.modules() if isinstance(module, GroupedExperts)]:
+        if not experts.up.requires_grad:
+            names = [name for name in ("gate", "up", "down") if getattr(experts, name) is not None]
+            experts.stored = nn.ModuleDict({name: store(experts, name, form) for name in names})
 
 
 def trains(tuning: Tuning, name: str, model: Model) -> bool:
@@ -70,8 +100,18 @@ def first_lengths(stages: Iterable[nn.Module]) -> Iterator[tuple[nn.Parameter, T
         for linear in stage.modules():
             adapter = adapter_of(linear)
             if adapter is not None and adapter.magnitude is not None:
-                assert isinstance(linear.weight, Tensor)
-                squares = torch.linalg.vector_norm(local(linear.weight), dim=1, dtype=torch.float32).square()
+                weight, divided = _rows_here(linear)
+                squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
                 lengths = (squares if adapter.over_inputs is None else adapter.over_inputs(squares)).sqrt()
-                divided = isinstance(linear.weight, DTensor)  # as the lengths are
                 yield adapter.magnitude, lengths if divided else divided_as(adapter.magnitude, lengths)
+
+
+def _rows_here(linear: Any) -> tuple[Tensor, bool]:
+    """The rows of a weight that are here, and whether they are divided over ranks, as lengths are then too."""
+    stored: StoredWeight | None = getattr(linear, "stored", None)
+    if stored is None:
+        return local(linear.weight), isinstance(linear.weight, DTensor)
+    if not isinstance(stored.codes, DTensor):
+        return stored.dense(torch.float32), False
+    here = {name: local(tensor) for name, tensor in stored.tensors.items()}
+    return decode(stored.form, {**here, **stored.codes_of_values}, torch.float32), True

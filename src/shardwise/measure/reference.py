@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload.store import MASTER
-from shardwise.engine.parameters import HeldPart, divided_as, local, plain_name
+from shardwise.engine.parameters import HeldPart, divided_as, local, plain_name, stored_weights
 from shardwise.engine.tuning import trains
-from shardwise.models.adapters import add_adapters, is_of_adapter
+from shardwise.models.adapters import MODULES, add_adapters, is_of_adapter
 from shardwise.models.decoder import DEVIATION, Decoder, initial_value, is_bias, is_norm, is_stack_of_experts
 from shardwise.models.loss import IGNORED
 from shardwise.models.moe import MoELayer
+from shardwise.models.stored import Region, StoredWeight, fill_stored
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
@@ -74,6 +75,8 @@ def sample_engine(job: Job, seed: int, device: str) -> Engine:
     for held in engine.parameters:
         value = held.part.of(sample_weight(held.name, held.part.shape, seed, job.model))
         engine.optimizer.write(held.parameter, MASTER, divided_as(held.parameter, value))
+    for codes in stored_weights(engine.stages.values()):
+        codes.fill(lambda name, slices, codes=codes: sample_weight(name, codes.shape, seed, job.model)[slices])  # type: ignore[misc]
     engine.on_weights_loaded()
     return engine
 
@@ -167,7 +170,10 @@ class TunedReference:
         self.weights = {}
         for name, parameter in named.items():
             value = sample_weight(name, parameter.shape, seed, job.model)
-            self.weights[name] = value.requires_grad_(trains(tuning, name, job.model))
+            trained = trains(tuning, name, job.model)
+            if not trained and _is_linear_of_layer(name) and tuning.base.name != "computed":
+                value = _as_stored(value, tuning.base.name)
+            self.weights[name] = value.requires_grad_(trained)
             if is_of_adapter(name):
                 self.adapted.add(name.rpartition(".")[0])
         for mixture in _mixtures(self.decoder):
@@ -192,6 +198,21 @@ class TunedReference:
         lengths = summed.detach().norm(dim=1, keepdim=True)
         brought: Tensor = summed * (self.weights[f"{adapter}.magnitude"][:, None] / lengths)
         return brought
+
+
+def _is_linear_of_layer(name: str) -> bool:
+    *_, inside, own = ("", *name.removesuffix(".weight").split("."))
+    return inside in ("attention", "mlp", "shared", "experts") and own in MODULES
+
+
+def _as_stored(weight: Tensor, form: str) -> Tensor:
+    """What is left of a weight, or of each of stacked experts, in fewer bits; these store outputs by rows."""
+    if weight.dim() == 3:
+        return torch.stack([_as_stored(matrix.T, form).T for matrix in weight])
+    whole = Region((0, weight.shape[0]), (0, weight.shape[1]))
+    stored = StoredWeight(form, (weight.shape[0], weight.shape[1]), whole).to_empty(device="cpu")
+    fill_stored(stored, lambda _, region: region.of(weight), lambda tensor: (tensor.detach(), 0))
+    return stored.dense(torch.float32)
 
 
 def _gradients(model: TunedReference, job: Job, step: int, seed: int) -> float:

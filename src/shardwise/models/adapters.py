@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.models.mlp import as_they_are
 from shardwise.models.moe import GroupedExperts, grouped_product
+from shardwise.models.stored import StoredWeight, stored_product, weight_of
 from shardwise.spec.fine_tuning import Adapters
 from shardwise.spec.model import MatrixRole
 
@@ -48,14 +51,14 @@ class Adapter(nn.Module):
         summed = torch.addmm(products.flatten(0, -2), narrow.flatten(0, -2), self.b.T)
         return summed.view_as(products)
 
-    def lengthened(self, products: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The rows of the sum brought to their trained lengths (DoRA, section 4), and the bias.
+    def lengthened(self, products: Tensor, linear: Any) -> Tensor:
+        """The rows of the sum brought to their trained lengths (DoRA, section 4).
 
         Their lengths count as constants in the backward pass (section 4.3).
         """
-        if self.magnitude is not None:
-            products = products * (self.magnitude / self.lengths(weight)).type_as(products)
-        return products if bias is None else products + bias
+        if self.magnitude is None:
+            return products
+        return products * (self.magnitude / self.lengths(weight_of(linear, products.dtype))).type_as(products)
 
     @torch.no_grad()
     def lengths(self, weight: Tensor) -> Tensor:
@@ -67,21 +70,24 @@ class Adapter(nn.Module):
         return (squares if self.over_inputs is None else self.over_inputs(squares)).sqrt()
 
 
-class AdaptedLinear(nn.Linear):
-    """A linear layer with an `adapter`; ``multiply`` may be replaced by another matmul of inputs and weight."""
+class TunedLinear(nn.Linear):
+    """A frozen linear layer, perhaps with an `adapter`; its weight may be ``stored`` in fewer bits instead."""
 
-    adapter: Adapter
+    adapter: Adapter | None
+    stored: StoredWeight | None
 
-    def __init__(self, linear: nn.Linear, adapters: Adapters) -> None:
+    def __init__(self, linear: nn.Linear, adapters: Adapters | None = None) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         self.weight = linear.weight
         self.register_parameter("bias", linear.bias)
-        self.adapter = Adapter(linear.in_features, linear.out_features, adapters).to(linear.weight.device)
-        self.multiply: Callable[[Tensor, Tensor], Tensor] = F.linear
+        self.stored = self.adapter = None
+        if adapters is not None:
+            self.adapter = Adapter(linear.in_features, linear.out_features, adapters).to(linear.weight.device)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        products = self.adapter.widened(self.multiply(inputs, self.weight), self.adapter.narrow(inputs))
-        return self.adapter.lengthened(products, self.weight, self.bias)
+        product = F.linear(inputs, self.weight) if self.stored is None else stored_product(inputs, self.stored)
+        (outputs,) = with_adapters((product,), inputs, (self,), as_they_are)
+        return outputs
 
 
 def adapter_of(linear: nn.Module) -> Adapter | None:
@@ -107,7 +113,8 @@ def with_adapters(
         if adapter is None:
             outputs.append(product if linear.bias is None else product + linear.bias)
         else:
-            outputs.append(adapter.lengthened(adapter.widened(product, next(moved)), linear.weight, linear.bias))
+            product = adapter.lengthened(adapter.widened(product, next(moved)), linear)
+            outputs.append(product if linear.bias is None else product + linear.bias)
     return tuple(outputs)
 
 
@@ -126,14 +133,18 @@ class ExpertAdapter(nn.Module):
         return grouped_product(grouped_product(rows, self.a, ends) * self.factor, self.b, ends)
 
 
+def linears_of_layers(root: nn.Module) -> Iterator[tuple[str, nn.Module, MatrixRole, int]]:
+    """The linear layers of attention and MLPs in a decoder's layers: name, module, role and layer."""
+    for name, module in root.named_modules():
+        words = name.split(".")
+        if len(words) > 3 and words[-2] in ("attention", "mlp", "shared") and words[-1] in MODULES:
+            yield name, module, MODULES[words[-1]], int(words[1])
+
+
 def adapted_linears(root: nn.Module, adapters: Adapters) -> Iterator[tuple[str, nn.Linear]]:
     """The linear layers of a decoder's layers that have adapters, by their names."""
-    for name, module in root.named_modules():
-        before, _, own = name.rpartition(".")
-        words = before.split(".")
-        if not isinstance(module, nn.Linear) or len(words) < 3 or words[-1] not in ("attention", "mlp", "shared"):
-            continue
-        if MODULES.get(own) in adapters.roles and adapters.adapts_layer(int(words[1])):
+    for name, module, role, layer in linears_of_layers(root):
+        if isinstance(module, nn.Linear) and role in adapters.roles and adapters.adapts_layer(layer):
             yield name, module
 
 
@@ -150,7 +161,7 @@ def add_adapters(root: nn.Module, adapters: Adapters) -> None:
     """Gives a decoder, or what is left of one, its adapters, without values."""
     for name, linear in list(adapted_linears(root, adapters)):
         before, _, own = name.rpartition(".")
-        setattr(root.get_submodule(before), own, AdaptedLinear(linear, adapters))
+        setattr(root.get_submodule(before), own, TunedLinear(linear, adapters))
     for experts, own in list(adapted_experts(root, adapters)):
         setattr(experts, f"{own}_adapter", ExpertAdapter(getattr(experts, own), adapters))
 

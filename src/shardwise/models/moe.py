@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.models.mlp import MLP, activation_of
+from shardwise.models.stored import StoredWeight
 from shardwise.spec.model import Model
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
@@ -41,6 +42,7 @@ class GroupedExperts(nn.Module):
         self.gate_bias = nn.Parameter(torch.zeros(experts, width)) if biased and model.gated else None
         self.up_bias = nn.Parameter(torch.zeros(experts, width)) if biased else None
         self.down_bias = nn.Parameter(torch.zeros(experts, hidden)) if biased else None
+        self.stored: nn.ModuleDict | None = None  # frozen matrices in fewer bits, in place of the parameters
         self.gate_adapter: Adds | None = None
         self.up_adapter: Adds | None = None
         self.down_adapter: Adds | None = None
@@ -52,19 +54,26 @@ class GroupedExperts(nn.Module):
     def multiply(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Each expert's MLP on its own rows: ``rows`` [n, hidden] are sorted by expert, ``counts`` [experts] each."""
         ends = counts.cumsum(0).to(torch.int32)
-        up = _product(rows, self.up, self.up_bias, ends, self.up_adapter)
-        gate = () if self.gate is None else (_product(rows, self.gate, self.gate_bias, ends, self.gate_adapter),)
+        kept: Any = self.stored or {"gate": self.gate, "up": self.up, "down": self.down}
+        up = _product(rows, kept["up"], self.up_bias, ends, self.up_adapter)
+        gates = "gate" in kept and kept["gate"] is not None
+        gate = (_product(rows, kept["gate"], self.gate_bias, ends, self.gate_adapter),) if gates else ()
         inner = self.activation(*gate, up)
-        return _product(inner, self.down, self.down_bias, ends, self.down_adapter)
+        return _product(inner, kept["down"], self.down_bias, ends, self.down_adapter)
 
 
 def _matrix(experts: int, inputs: int, outputs: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(experts, inputs, outputs).normal_(std=0.02))
 
 
-def _product(rows: Tensor, matrices: Tensor, biases: Tensor | None, ends: Tensor, adds: Adds | None = None) -> Tensor:
+def _product(
+    rows: Tensor, matrices: Tensor | StoredWeight, biases: Tensor | None, ends: Tensor, adds: Adds | None = None
+) -> Tensor:
     """Each row times the matrix of its expert, plus bias; the rows of an expert stop at its entry of ``ends``."""
-    product = grouped_product(rows, matrices, ends)
+    if isinstance(matrices, StoredWeight):
+        product: Tensor = _StoredExperts.apply(rows, matrices, ends)  # type: ignore[no-untyped-call]
+    else:
+        product = grouped_product(rows, matrices, ends)
     if adds is not None:
         product = product + adds(rows, ends)
     if biases is None:
@@ -74,6 +83,21 @@ def _product(rows: Tensor, matrices: Tensor, biases: Tensor | None, ends: Tensor
     owned = passed.diff(dim=1, prepend=torch.zeros_like(passed[:, :1]))
     # A matmul rather than a lookup: the gradient of a lookup is summed in no fixed order.
     return product + owned @ biases
+
+
+class _StoredExperts(torch.autograd.Function):
+    """`grouped_product` with stored matrices [experts, outputs, inputs], made anew for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, stored: StoredWeight, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(ends)
+        ctx.stored = stored
+        return F.grouped_mm(rows, stored.dense(rows.dtype).transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (ends,) = ctx.saved_tensors
+        return F.grouped_mm(gradient.contiguous(), ctx.stored.dense(gradient.dtype), offs=ends), None, None
 
 
 # In bf16 the grouped matmul is torch's own, which the compiler knows. In other formats torch computes it but does not

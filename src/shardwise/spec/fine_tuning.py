@@ -119,6 +119,7 @@ class BaseFormat:
         return self.bytes is not None and self.bytes < 2
 
 
+NF4_BLOCK = 64  # weights that share a scale
 _NF4 = "Dettmers et al. 2023 (QLoRA, arXiv 2305.14314) section 3; bitsandbytes functional.py"
 BASE_FORMATS: dict[str, BaseFormat] = {
     format.name: format

@@ -7,7 +7,7 @@ from functools import lru_cache, reduce
 from operator import mul, or_
 from typing import Any
 
-from shardwise.spec.fine_tuning import BASE_FORMATS
+from shardwise.spec.fine_tuning import BASE_FORMATS, NF4_BLOCK
 from shardwise.spec.model import Model
 from shardwise.spec.schedules import ScheduleRecord, other_schedules, own_schedules, registered_schedules
 from shardwise.spec.strategy import DIMENSIONS, Strategy
@@ -71,6 +71,24 @@ def _ragged_experts(s: Strategy, t: Training, m: Model) -> bool:
         return False
     elements = 4 if t.precision == "fp32" else 8
     return any(width % elements for width in (m.hidden, m.moe.ffn // s.expert_tensor_parallel))
+
+
+def _ragged_base(s: Strategy, t: Training, m: Model) -> Any:
+    """Whether rows of a rank's part of a frozen matrix, or its blocks, are cut inside what shares a scale."""
+    if t.base_precision not in ("fp8", "nf4", "nf4-double"):
+        return False
+    routed = m.mlp_matrices(m.moe.ffn) if m.moe else ()
+    shared = m.mlp_matrices(m.moe.shared_ffn) if m.moe and m.moe.shared_ffn else ()
+    dense = m.mlp_matrices(m.ffn) if m.moe is None or m.moe_layers < m.layers else ()
+    over = [*((each, s.tp) for each in (*m.attention_matrices, *dense, *shared))]
+    over += [(each, s.expert_tensor_parallel) for each in routed]
+    if t.base_precision != "fp8":
+        widths = [each.inputs // (degree if each.split == "row" else 1) for each, degree in over]
+        return reduce(or_, (width % NF4_BLOCK > 0 for width in widths))
+    sides = [
+        (each.inputs if each.split == "row" else each.outputs, degree) for each, degree in over if each.split != "none"
+    ]
+    return reduce(or_, ((degree > 1) & (side // degree % FP8_BLOCK > 0) for side, degree in sides))
 
 
 def _across_replicas(s: Strategy, t: Training, m: Model) -> Any:
@@ -201,6 +219,7 @@ TECHNIQUES: dict[str, Uses] = {
     "adapter-dropout": lambda s, t, m: t.adapters is not None and t.adapters.dropout > 0,
     "frozen-parts": lambda s, t, m: len(t.trained) > 0,
     **{f"base-{name}": _training("base_precision", name) for name in BASE_FORMATS if name != "computed"},
+    "ragged-base": _ragged_base,
     "dpo": _training("task", "dpo"),
     # model
     **{name: _of_model(uses) for name, uses in OF_MODEL.items()},

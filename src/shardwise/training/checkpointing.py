@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.engine.parameters import stored_weights
 from shardwise.engine.trainer import Trainer
 from shardwise.models.huggingface import open_folder
 from shardwise.run.checkpoint.folder import CheckpointFolder, huggingface_at, require_same_shapes, start_at
@@ -20,7 +21,7 @@ from shardwise.run.storage.place import Place, place_of
 from shardwise.run.storage.stores import CLEANUP, CLEANUP_SECONDS
 from shardwise.spec.errors import SpecError
 from shardwise.spec.run import Run
-from shardwise.training.checkpoint.base import fingerprint_of
+from shardwise.training.checkpoint.base import fingerprint_of, source_of
 from shardwise.training.checkpoint.load import frozen_names, load, newest_intact, require_intact
 from shardwise.training.checkpoint.save import SaveError, Saver
 from shardwise.training.checkpoint.state import first_tensors
@@ -95,7 +96,17 @@ def start_from(trainer: Trainer[Any], source: Place) -> None:
     else:
         require_intact(source, "run.start_from")
         load(trainer, source, weights_only=True)
+    fill_stored(trainer, source)
     trainer.begin_adapters()
+
+
+def fill_stored(trainer: Trainer[Any], source: Place) -> None:
+    """Quantises frozen weights on the way; each rank reads the whole blocks around what it holds."""
+    held = list(stored_weights(trainer.stages.values()))
+    if held:
+        weights = source_of(source)
+        for codes in held:
+            codes.fill(weights.slice)
 
 
 def begin(trainer: Trainer[Any]) -> None:

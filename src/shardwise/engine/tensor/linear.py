@@ -34,6 +34,7 @@ from shardwise.layout.pieces import gathered_parts, scattered_parts
 from shardwise.layout.sharding import kv_copies, part_held
 from shardwise.models.adapters import Adapter, adapter_of, with_adapters
 from shardwise.models.mlp import sum_of_matmuls
+from shardwise.models.stored import StoredWeight, stored_product
 
 # -- The collectives -------------------------------------------------------------------------------
 
@@ -193,6 +194,7 @@ class RowLinear(nn.Module):
         size = group.size()
         width = sizes(linear)[0] // size
         self.weight, self.bias = linear.weight, linear.bias
+        self.stored: StoredWeight | None = None  # the weight in fewer bits, instead
         self.transposed = not isinstance(linear, nn.Linear)
         inputs = 0 if self.transposed else 1
         keep(self, "weight", HeldPart(tuple(linear.weight.shape)).cut(inputs, rank * width, (rank + 1) * width))
@@ -207,19 +209,19 @@ class RowLinear(nn.Module):
             _cut_inputs(self.adapter, rank, group, sequence_parallel)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        weight = self.weight.T if self.transposed else self.weight
-        adapter = self.adapter
+        stored, adapter = self.stored, self.adapter
+        weight: Any = stored or (self.weight.T if self.transposed else self.weight)
         if self.overlap:
             outputs: Tensor = _ScatteredProduct.apply(inputs, weight, self.group)  # type: ignore[no-untyped-call]
             if adapter is not None:
                 outputs = adapter.widened(outputs, self.join(adapter.narrow(inputs), self.group))
         else:
-            outputs = self.multiply(inputs, weight)
+            outputs = self.multiply(inputs, weight) if stored is None else stored_product(inputs, stored)
             if adapter is not None:  # a share of its sum over the inputs, too
                 outputs = adapter.widened(outputs, adapter.narrow(inputs))
             outputs = self.join(outputs, self.group)
         if adapter is not None:
-            return adapter.lengthened(outputs, weight, self.bias)
+            outputs = adapter.lengthened(outputs, self)
         return outputs if self.bias is None else outputs + self.bias
 
 
@@ -238,6 +240,11 @@ def _cut_inputs(adapter: Adapter, rank: int, group: dist.ProcessGroup, sequence_
 Project = Callable[..., tuple[Tensor, ...]]
 
 
+def dense(weight: Tensor | StoredWeight, dtype: torch.dtype) -> Tensor:
+    """A weight, made for this use where only its codes are kept."""
+    return weight.dense(dtype) if isinstance(weight, StoredWeight) else weight
+
+
 def column_matmuls(group: dist.ProcessGroup, sequence_parallel: bool, overlap: bool = False) -> Project:
     """Replaces `project_each` in a region that is cut over ``group``.
 
@@ -246,7 +253,9 @@ def column_matmuls(group: dist.ProcessGroup, sequence_parallel: bool, overlap: b
 
     def project(hidden: Tensor, *maps: nn.Linear) -> tuple[Tensor, ...]:
         adapted = any(adapter_of(linear) is not None for linear in maps)
-        tensors = [tensor for linear in maps for tensor in (linear.weight, None if adapted else linear.bias)]
+        weights = [getattr(linear, "stored", None) or linear.weight for linear in maps]
+        biases = [None if adapted else linear.bias for linear in maps]
+        tensors = [each for pair in zip(weights, biases) for each in pair]
         outputs: tuple[Tensor, ...] = _ColumnMatmuls.apply(hidden, group, sequence_parallel, overlap, *tensors)  # type: ignore[no-untyped-call]
         return with_adapters(outputs, hidden, maps, narrow_move(group, sequence_parallel)) if adapted else outputs
 
@@ -267,10 +276,11 @@ class _ColumnMatmuls(torch.autograd.Function):
         ctx.group, ctx.sequence_parallel, ctx.deferrable = group, sequence_parallel, may_defer()
         ctx.weights, ctx.biases, ctx.trained = tensors[::2], tensors[1::2], ctx.needs_input_grad[4::2]
         ctx.save_for_backward(*((hidden,) if any(ctx.trained) else ()))  # only weight gradients read it
+        weights = [dense(weight, hidden.dtype) for weight in ctx.weights]
         if overlap and sequence_parallel:
-            return products_of_gathered(hidden, group, ctx.weights, ctx.biases)
+            return products_of_gathered(hidden, group, weights, ctx.biases)
         whole = start_gather(hidden, group).wait() if sequence_parallel else hidden
-        return tuple(F.linear(whole, weight, bias) for weight, bias in zip(ctx.weights, ctx.biases))
+        return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, ctx.biases))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -281,7 +291,8 @@ class _ColumnMatmuls(torch.autograd.Function):
         early = start_gather(hidden, group) if weights and ctx.sequence_parallel and not waits else None
         pending = None
         if ctx.needs_input_grad[0]:
-            of_whole = torch.unflatten(sum_of_matmuls(flat, ctx.weights), 0, gradients[0].shape[:-1])
+            every = [dense(weight, flat[0].dtype) for weight in ctx.weights]
+            of_whole = torch.unflatten(sum_of_matmuls(flat, every), 0, gradients[0].shape[:-1])
             start = start_scatter if ctx.sequence_parallel else start_sum
             pending = start(of_whole, group)
 
@@ -377,22 +388,23 @@ class _ScatteredProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor | StoredWeight, group: dist.ProcessGroup) -> Tensor:
         ctx.group, ctx.deferrable = group, may_defer() and isinstance(weight, nn.Parameter)
         ctx.weight = weight  # not saved: recompute restores another tensor, whose gradient is never read
         ctx.like = (inputs.shape, inputs.dtype, inputs.device)
         ctx.save_for_backward(*((inputs,) if ctx.needs_input_grad[1] else ()))
-        length = inputs.shape[SEQUENCE] // group.size()
-        return sum_onwards(lambda part: F.linear(_part_of(inputs, part, length), weight), group)
+        length, matrix = inputs.shape[SEQUENCE] // group.size(), dense(weight, inputs.dtype)
+        return sum_onwards(lambda part: F.linear(_part_of(inputs, part, length), matrix), group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         group, weight, (shape, dtype, device) = ctx.group, ctx.weight, ctx.like
         length, stacked = gradient.shape[SEQUENCE], with_own(gradient, group)
         of_inputs = torch.empty(shape, dtype=dtype, device=device) if ctx.needs_input_grad[0] else None
+        matrix = dense(weight, gradient.dtype) if ctx.needs_input_grad[0] else None
         for part, gradients in arriving_parts(stacked, group):
-            if of_inputs is not None:
-                multiply_into(_part_of(of_inputs, part, length), gradients, weight)
+            if of_inputs is not None and matrix is not None:
+                multiply_into(_part_of(of_inputs, part, length), gradients, matrix)
 
         if not ctx.needs_input_grad[1]:
             return of_inputs, None, None
