@@ -1,8 +1,8 @@
 """Weights that bitsandbytes has quantised to NF4, as `transformers` saves them: read as the numbers they stand for.
 
-Beside ``X.weight`` (two codes in a byte) lie ``.absmax`` (a scale for each block), ``.quant_map`` (what codes stand for)
-and ``.quant_state.bitsandbytes__nf4`` (JSON); with double quantisation scales are codes too:
-``.nested_quant_map`` times ``.nested_absmax``, around an offset (bitsandbytes, functional.py: `QuantState.as_dict`).
+Beside ``X.weight`` (two codes in a byte) lie ``.absmax`` (a scale for each block), ``.quant_map`` (what codes mean) and
+``.quant_state.bitsandbytes__nf4`` (JSON); with double quantisation scales are codes too: ``.nested_quant_map`` times
+``.nested_absmax``, around an offset (bitsandbytes, functional.py: `QuantState.as_dict`).
 """
 
 from __future__ import annotations
