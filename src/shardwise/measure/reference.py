@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import lcm
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.engine.batch import Batch
@@ -28,6 +30,7 @@ from shardwise.models.loss import IGNORED
 from shardwise.models.moe import MoELayer
 from shardwise.models.stored import Region, StoredWeight, fill_stored
 from shardwise.spec.errors import SpecError
+from shardwise.spec.fine_tuning import Preference
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
@@ -41,6 +44,8 @@ from shardwise.spec.training import Optimization
 def sample_batch(job: Job, step: int, seed: int, device: str = "cpu") -> Batch:
     """The global batch of a step. Labels are missing unevenly, so that a mean of partial means would be wrong."""
     random = torch.Generator().manual_seed(1_000_003 * seed + step)
+    if job.training.task == "dpo":
+        return _sample_pairs(job, random).changed(lambda tensor: tensor.to(device))
     size = (job.sequences, job.training.seq)
     text = torch.randint(job.model.vocab, (size[0], size[1] + 1), generator=random)
     labels = text[:, 1:].clone()
@@ -48,6 +53,23 @@ def sample_batch(job: Job, step: int, seed: int, device: str = "cpu") -> Batch:
     labels[missing] = IGNORED
     labels[0, : size[1] // 2] = IGNORED
     return Batch.of(text[:, :-1].contiguous(), labels).changed(lambda tensor: tensor.to(device))
+
+
+def _sample_pairs(job: Job, random: torch.Generator) -> Batch:
+    """Rows of two pairs of answers, and a rest without labels; what counts is uneven."""
+    rows, seq = job.sequences, job.training.seq
+    text = torch.randint(job.model.vocab, (rows, seq + 1), generator=random)
+    labels, documents = text[:, 1:].clone(), torch.zeros((rows, seq), dtype=torch.int64)
+    for row in range(rows):
+        ends = [seq * part // 10 + row % 3 for part in (2, 4, 7, 9)]
+        for end in ends:
+            documents[row, end:] += 1
+    places = torch.arange(seq).expand(rows, -1)
+    starts = torch.zeros_like(documents).scatter_reduce(1, documents, places, "amin", include_self=False)
+    positions = torch.arange(seq) - starts.gather(1, documents)
+    hidden = (torch.rand((rows, seq), generator=random) < 0.4) & (positions > 0)
+    labels[hidden | (documents == 4)] = IGNORED
+    return replace(Batch.of(text[:, :-1].contiguous(), labels, positions, documents), most_documents=5)
 
 
 LENGTH = 0.1  # about that of a row of `DEVIATION`, for adapters with trained lengths
@@ -113,7 +135,7 @@ class Reference:
 def reference_key(job: Job, steps: int, seed: int) -> str:
     """Equal for jobs that differ only in layout: a single process runs them alike."""
     training = job.training
-    tuned = (training.adapters, training.trained, training.base_precision)
+    tuned = (training.adapters, training.trained, training.base_precision, training.task, training.preference)
     fields = (job.model, job.sequences, training.seq, training.optimization, tuned, steps, seed)
     return hashlib.sha256(repr(fields).encode()).hexdigest()[:24]
 
@@ -161,6 +183,7 @@ class TunedReference:
     def __init__(self, job: Job, seed: int) -> None:
         self.decoder, tuning = Decoder(job.model), job.training.tuning
         self.adapters, self.adapted = tuning.adapters, set[str]()
+        self.preference = (job.training.preference or Preference()) if job.training.task == "dpo" else None
         named = dict(self.decoder.named_parameters())
         if tuning.adapters is not None:
             with torch.device("meta"):
@@ -186,8 +209,35 @@ class TunedReference:
             name = adapter.removesuffix(".adapter") + ".weight" if adapter.endswith(".adapter") else adapter[:-8]
             weights[name] = self._summed(weights[name], adapter)
         named = {"positions": batch.positions, "documents": batch.documents}
+        if self.preference is not None:
+            plain = {name: self.weights[name] for name in weights}
+            with torch.no_grad():
+                before = self._of_documents(plain, batch, named)
+            return self._preferences(self._of_documents(weights, batch, named), before)
         loss: Tensor = torch.func.functional_call(self.decoder, weights, (batch.tokens, batch.labels), named)
         return loss
+
+    def _of_documents(self, weights: dict[str, Tensor], batch: Batch, named: dict[str, Any]) -> list[list[Tensor]]:
+        """The log-probability of every answer, document by document."""
+        logits = torch.func.functional_call(self.decoder, weights, (batch.tokens,), named)
+        scores = logits.log_softmax(-1).gather(-1, batch.labels.clamp(min=0)[..., None])[..., 0]
+        assert batch.documents is not None
+        rows = zip(scores, batch.labels, batch.documents)
+        return [
+            [row[(documents == number) & (labels != IGNORED)].sum() for number in range(4)]
+            for row, labels, documents in rows
+        ]
+
+    def _preferences(self, policy: list[list[Tensor]], reference: list[list[Tensor]]) -> Tensor:
+        """As TRL writes it (`DPOTrainer.dpo_loss`, sigmoid)."""
+        assert self.preference is not None
+        total = torch.zeros(())
+        for row, before in zip(policy, reference):
+            for chosen in (0, 2):
+                logits = (row[chosen] - row[chosen + 1]) - (before[chosen] - before[chosen + 1])
+                smoothing, beta = self.preference.label_smoothing, self.preference.beta
+                total = total - F.logsigmoid(beta * logits) * (1 - smoothing) - F.logsigmoid(-beta * logits) * smoothing
+        return total
 
     def _summed(self, weight: Tensor, adapter: str) -> Tensor:
         assert self.adapters is not None
@@ -218,7 +268,7 @@ def _as_stored(weight: Tensor, form: str) -> Tensor:
 def _gradients(model: TunedReference, job: Job, step: int, seed: int) -> float:
     """Runs forward and backward over one global batch, a few sequences at a time; the mean loss over its labels."""
     batch = sample_batch(job, step, seed)
-    counted = batch.counted
+    counted: Tensor | int = batch.counted if job.training.task != "dpo" else 2 * job.sequences
     for _, mixture in _mixtures(model.decoder):
         mixture.balance_scale = job.model.numerics.balance_loss / job.sequences
     total = 0.0

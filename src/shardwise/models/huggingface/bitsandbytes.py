@@ -7,7 +7,6 @@ Beside ``X.weight`` (two codes in a byte) lie ``.absmax`` (a scale for each bloc
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from math import prod
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.spec.errors import SpecError
+from shardwise.spec.files import parse_json
 
 STATE = ".quant_state.bitsandbytes__"
 _PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
@@ -40,7 +40,7 @@ class QuantisedTensor:
     def __init__(self, opened: Any, name: str, state: str) -> None:
         self.opened, self.name = opened, name
         try:
-            about = json.loads(bytes(opened.get_tensor(state).tolist()))
+            about = parse_json(bytes(opened.get_tensor(state).tolist()), state)
             self.shape = tuple(int(size) for size in about["shape"])
             self.block, self.offset = int(about["blocksize"]), float(about.get("nested_offset", 0.0))
             self.nested_block = int(about.get("nested_blocksize", 0))
