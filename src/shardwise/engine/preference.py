@@ -1,8 +1,8 @@
 """Direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290, equation 7; label smoothing as in TRL).
 
 Rows hold documents, of which 2k and 2k + 1 are the chosen and the rejected answer to the same prompt
-(`run.data.packing`); labels count in answers alone. The reference is the model without its adapters. It runs first, over
-all microbatches of a step; what is kept of it is a number for each document.
+(`run.data.packing`); labels count in answers alone. The reference is the model without its adapters. It runs first,
+over all microbatches of a step; what is kept of it is a number for each document.
 """
 
 from __future__ import annotations
