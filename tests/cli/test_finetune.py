@@ -41,7 +41,7 @@ def command(folder: Path, chats: Path, *more: str) -> list[str]:
 
 
 def test_an_adapter_learns_a_planted_answer(folder: Path, chats: Path) -> None:
-    options = ("--method", "lora", "--steps", "40", "--learning-rate", "0.02", "--global-batch", "8")
+    options = ("--method", "lora", "--steps", "60", "--learning-rate", "0.01", "--global-batch", "8")
     data = run_json(*command(folder, chats, *options))
     assert data["method"] == "lora" and "LoRA fits" in data["reason"]
     assert data["labels"] < data["tokens"] and data["predicted_seconds"] > 0
