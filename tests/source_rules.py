@@ -133,6 +133,7 @@ FOREIGN_TEXT = {
     "measure/calibrate": "names of clusters and processors",
     "measure/doctor": "the operating system's answers",
     "measure/dryrun/world.py": "names of PyTorch's operators",
+    "measure/plain.py": "names of parameters",
     "measure/reference.py": "names of parameters",
     "measure/verify.py": "/proc/meminfo",
     "report/tables.py": "text that is folded to a width",

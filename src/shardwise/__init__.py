@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0"
 
 _VERBS = (
-    "analyze", "calibrate", "compare", "generate", "plan", "plan_mixed", "predict", "status", "train",
+    "analyze", "calibrate", "compare", "finetune", "generate", "plan", "plan_mixed", "predict", "status", "train",
     "validate", "verify", "write_report",
 )  # fmt: skip
 _PUBLIC = {
@@ -54,6 +54,7 @@ __all__ = [
     "calibrate",
     "collective_latency_and_volume",
     "compare",
+    "finetune",
     "gather_state_dict",
     "generate",
     "p2p_latency",
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
     from shardwise.api.analysis import analyze, predict
     from shardwise.api.calibration import calibrate
     from shardwise.api.execution import train
+    from shardwise.api.fine_tuning import finetune
     from shardwise.api.generation import generate
     from shardwise.api.observation import compare, status
     from shardwise.api.planning import plan, plan_mixed

@@ -110,6 +110,7 @@ BESIDE: dict[str, tuple[Fields, Fields]] = {
     "sliding-window": ({}, {"model": {"sliding_window": 16}}),
     "longrope": ({}, {"model": {"numerics": {"rope_scaling": LONG}}}),
     "experts": ({}, EXPERTS),
+    "dpo": ({"training": {"adapters": {}}}, {"training": {"adapters": {}, "task": "dpo"}}),
     "dora": ({"training": {"adapters": {}}}, {"training": {"adapters": {"method": "dora"}}}),
     **{f"base-{name}": ({"model": BLOCKS, "training": {"adapters": {}}},
                         {"model": BLOCKS, "training": {"adapters": {}, "base_precision": name}})

@@ -3,6 +3,7 @@ computes with the sums of weights and adapters."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +18,10 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.mesh import process_group
 from shardwise.engine.torch_private import Store
 from shardwise.measure.dryrun.world import posing_as
+from shardwise.measure.reference import share
 from shardwise.models.adapters import is_of_adapter
 from shardwise.spec.errors import SpecError
-from shardwise.spec.fine_tuning import Adapters
+from shardwise.spec.fine_tuning import Adapters, Preference
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import trained_parameters
 from shardwise.spec.support import verdict
@@ -135,6 +137,44 @@ def test_bases_in_fewer_bits_in_every_layout(form: str, number: int, layout: Lay
     job = wide(layout, form, **sizes) if model_named(dict(layout.values)["model"]).mla is None else wide(layout, "int8")
     if verdict(job).status == "runs":
         check(job, steps=2)
+
+
+PREFERENCE: dict[str, Any] = {"task": "dpo", "preference": Preference(beta=0.5, label_smoothing=0.1)}
+COMPARED = [
+    Layout.of("tiny", tensor="plain", data="zero-3"),
+    Layout.of("tiny", tensor="sp", pipeline="zbv", data="zero-1"),
+    Layout.of("tiny-moe", experts="ep", data="zero-0", recompute="full"),
+    Layout.of("tiny-mla", context="ulysses", data="hybrid-2"),
+    Layout.of("tied-gpt", context="all-gather", pipeline="1f1b", batch="two-sequences"),
+]
+
+
+@pytest.mark.parametrize("layout", COMPARED, ids=str)
+def test_preferences_equal_one_process(layout: Layout) -> None:
+    """With the reference run by the same weights, and the formula as TRL has it over whole logits."""
+    tuning = "lora" if "moe" in str(layout) else "dora"
+    check(tuned(of_layout(layout, tuning), **PREFERENCE), steps=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", covering("quick"), ids=str)
+def test_preferences_equal_one_process_in_every_layout(layout: Layout) -> None:
+    job = tuned(of_layout(layout, "lora"), **PREFERENCE)
+    if verdict(job).status == "runs":
+        check(job, steps=2)
+
+
+def test_preferences_begin_at_the_logarithm_of_two_and_are_learned() -> None:
+    """At first the policy is its reference."""
+    job = tuned(of_layout(Layout.of("tiny"), "lora"), **PREFERENCE)
+    faster = replace(job.training.optimization, learning_rate=0.01, clip_norm=None)
+    job = tuned(job, optimization=faster, preference=Preference(beta=0.5))
+    with process_group(0, 1, _alone()):
+        engine = Engine(job)
+        batch = share(engine, 0, 0)
+        losses = [float(engine.step(batch).loss) for _ in range(8)]
+        held_out = float(engine.evaluate(batch))
+    assert losses[0] == pytest.approx(math.log(2), rel=1e-5) and held_out < losses[-1] < 0.8 * losses[0]
 
 
 @pytest.mark.parametrize("tuning", TUNINGS)

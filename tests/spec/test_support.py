@@ -112,7 +112,8 @@ USING: dict[str, Fields] = {
         if name != "computed"
     },
     "ragged-base": {"training": {"adapters": {}, "base_precision": "nf4"}, "model": {"ffn": 3088}},
-    "dpo": {"training": {"task": "dpo"}},
+    "dpo": {"training": {"task": "dpo", "adapters": {}}},
+    "reference-copy": {"training": {"task": "dpo"}},
     "tied-embeddings": {"model": {"tied_embeddings": True}},
     "mtp": {"model": {"mtp_layers": 1}},
     "encoder": {"model": {"causal": False}},

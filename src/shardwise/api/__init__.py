@@ -1,5 +1,5 @@
 """The verbs as functions: `plan`, `analyze`, `predict`, `verify`, `train`, `status`, `compare`, `write_report`,
-`calibrate`, `validate`, `generate`.
+`calibrate`, `validate`, `generate`, `finetune`.
 
 Each takes a job (a Job, a file, keywords) or what the command of that name takes, and returns a `Result`. They are
 imported when first used. The command line calls the same functions; here errors name keywords, there flags.
@@ -28,6 +28,7 @@ VERBS = {
     "calibrate": "calibration",
     "validate": "validation",
     "generate": "generation",
+    "finetune": "fine_tuning",
 }
 
 

@@ -32,7 +32,7 @@ class RunOptions:
     steps: int | str | None = _sets("run.steps", "N")
     """Steps to train; a resumed run includes those before (default: what training.tokens needs, or 1000)."""
     data: tuple[str, ...] | str | None = _sets("run.data.shards", "SHARDS")
-    """Token shards to train on, without a suffix; repeat for several (default: the built-in corpus)."""
+    """Data to train on; token shards, named without a suffix, repeated for several (default: the built-in corpus)."""
     grace: Size = field(default="30s", metadata={"metavar": "TIME"})
     """Time allowed for the final checkpoint (default 30s)."""
     emulate: str | None = _sets("run.emulate", "NODES")

@@ -404,7 +404,7 @@ def _run_servers(arguments: list[str]) -> int:
     add_field_argument(parser, "--seq", default="64")
     add_field_argument(parser, "--optimizer", "; sgd or adamw here", "sgd")
     rates = ", ".join(f"{rate:g} for {name}" for name, rate in RATES.items())
-    parser.add_argument("--learning-rate", metavar="RATE", help=f"default {rates}")
+    parser.add_argument("--learning-rate", metavar="RATE", help=f"peak learning rate (default {rates})")
     parser.add_argument("--slow", metavar="TIME", help="extra time per step for the last worker")
     add_field_argument(parser, "--cluster", "; whose network is priced", "laptop")
     parser.add_argument("--picture", metavar="FILE", help="SVG file to write; the loss of each way, step by step")

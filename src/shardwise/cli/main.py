@@ -19,6 +19,7 @@ VERBS = {
     "analyze": "price one job: communication per dimension, memory, step time, bottleneck",
     "ui": "a page on this machine that prices a job while you change it: memory, timeline, published runs, search",
     "train": "run a job, here or on other hosts: start the processes, train, resume after a failure",
+    "finetune": "adapt a model to conversations: choose what fits, plan, train, write an adapter, show a sample",
     "status": "how a run is doing, while it goes on or after it: step, loss, speed, memory, slow ranks, failures",
     "explain": "one formula with your numbers, and its source",
     "export": "write a job as another framework's configuration, and list what that cannot express",

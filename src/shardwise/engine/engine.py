@@ -25,6 +25,7 @@ from shardwise.engine.parameters import initialise_parts, materialise
 from shardwise.engine.patterns import DECODER, Patterns, decoder_patterns, matching
 from shardwise.engine.pipeline.runtime import call_decoder, keep_stage
 from shardwise.engine.pipeline.tied import TiedEnds, tie_ends
+from shardwise.engine.preference import PreferenceLoss, answers_loss, in_pairs, pairs_of
 from shardwise.engine.recompute import apply_recompute
 from shardwise.engine.refuse import require_runs
 from shardwise.engine.tensor.apply import apply_tensor
@@ -35,6 +36,7 @@ from shardwise.layout.groups import node_of
 from shardwise.layout.stages import built_layers, embedding_on_both_ends, placement, stages_of_rank
 from shardwise.models.decoder import Decoder
 from shardwise.models.moe import MoELayer
+from shardwise.spec.fine_tuning import Preference
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy
 
@@ -59,7 +61,9 @@ class Engine(Trainer[Batch]):
         if tied:
             tied.follow()
         initialise_parts(stages.values(), job.model, seed)
-        super().__init__(job, place, mesh, stages, tied, data, call_decoder, DECODER)
+        settings = job.training.preference or Preference()
+        self.preference = PreferenceLoss(settings, mesh) if job.training.task == "dpo" else None
+        super().__init__(job, place, mesh, stages, tied, data, self.preference or call_decoder, DECODER)
         self.mixtures = [
             module for stage in stages.values() for module in stage.modules() if isinstance(module, MoELayer)
         ]
@@ -74,9 +78,27 @@ class Engine(Trainer[Batch]):
         balance = self.job.model.numerics.balance_loss / self.job.sequences
         for mixture in self.mixtures:  # the balance loss is not divided by the number of labels
             mixture.balance_scale = balance if self.scaler is None else balance * self.scaler.scale
+        if self.preference is not None:
+            batch = in_pairs(batch)
         mine = self.own_tokens(batch.with_ahead(self.job.model.mtp_layers))
         parts = mine.microbatches(mine.tokens.shape[0] // self.own_job.strategy.microbatch, self.replicas)
-        return parts, mine.counted.float()
+        return parts, mine.counted.float() if self.preference is None else pairs_of(batch) / self.mesh.size("cp")
+
+    @torch.no_grad()
+    def before_passes(self, microbatches: Sequence[Batch]) -> None:
+        """With preferences the reference judges the answers first: the same weights, without adapters."""
+        if self.preference is None:
+            return
+        loads = [mixture.load.clone() for mixture in self.mixtures]  # only training balances experts
+        with self.preference.reference(self.stages.values()):
+            if self.pipeline:
+                self.pipeline.evaluate(microbatches, torch.ones((), device=self.device))
+            else:
+                for microbatch in microbatches:
+                    self._loss(microbatch)
+        self.data.after_evaluation()
+        for mixture, load in zip(self.mixtures, loads):
+            mixture.load.copy_(load)
 
     def held_out_loss(self, batch: Batch) -> HeldOutLoss:
         loss = super().held_out_loss(batch)
@@ -99,6 +121,8 @@ def cut_stages(job: Job, mesh: Mesh) -> dict[int, nn.Module]:
             decoder = keep_stage(Decoder(job.model), layers[stage], first=stage == 0, last=stage == last)
         apply_tuning(decoder, job, precision_of(job.training).compute)
         apply_tensor(decoder, mesh, decoder_patterns(job.model), job.model)
+        if job.training.task == "dpo":
+            decoder.loss_function = answers_loss(mesh, job.model)
         apply_attention(decoder, job.training)
         apply_context(decoder, mesh, job.strategy)
         if job.model.moe:

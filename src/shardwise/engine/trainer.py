@@ -146,6 +146,7 @@ class Trainer(ABC, Generic[Given]):
         divisor = total if self.scaler is None else total / self.scaler.scale
         if self.late is not None:  # so that the sum over workers is the mean of their means
             divisor = divisor * self.workers
+        self.before_passes(microbatches)
         loss = self._passes(microbatches, divisor)
         with named(StepPhase.LAST_SUMS):
             sum_partial(self.trained, self.mesh)
@@ -292,6 +293,7 @@ class Trainer(ABC, Generic[Given]):
         microbatches, counted = self.microbatches(batch)
         total = self.over_data(counted)
         divisor = total.clamp(min=1)
+        self.before_passes(microbatches)
         if self.pipeline:
             loss = self.pipeline.evaluate(microbatches, divisor)
         else:
@@ -315,6 +317,9 @@ class Trainer(ABC, Generic[Given]):
     @abstractmethod
     def microbatches(self, batch: Given) -> tuple[Sequence[Any], Tensor]:
         """This rank's microbatches of a step, and how many of their labels count (a fresh fp32 scalar)."""
+
+    def before_passes(self, microbatches: Sequence[Any]) -> None:
+        """Hook for what the passes of these microbatches need."""
 
     def after_update(self) -> None:
         """Hook for updates of anything but the weights."""

@@ -9,7 +9,7 @@ import hashlib
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import lcm
@@ -20,13 +20,11 @@ from torch import Tensor, nn
 from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload.store import MASTER
-from shardwise.engine.parameters import HeldPart, divided_as, local, plain_name, stored_weights
-from shardwise.engine.tuning import trains
-from shardwise.models.adapters import MODULES, add_adapters, is_of_adapter
-from shardwise.models.decoder import DEVIATION, Decoder, initial_value, is_bias, is_norm, is_stack_of_experts
+from shardwise.engine.parameters import HeldPart, divided_as, local, stored_weights
+from shardwise.measure.plain import PlainModel, mixtures_of
+from shardwise.models.adapters import is_of_adapter
+from shardwise.models.decoder import DEVIATION, Decoder, initial_value, is_bias, is_norm
 from shardwise.models.loss import IGNORED
-from shardwise.models.moe import MoELayer
-from shardwise.models.stored import Region, StoredWeight, fill_stored
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
@@ -41,6 +39,8 @@ from shardwise.spec.training import Optimization
 def sample_batch(job: Job, step: int, seed: int, device: str = "cpu") -> Batch:
     """The global batch of a step. Labels are missing unevenly, so that a mean of partial means would be wrong."""
     random = torch.Generator().manual_seed(1_000_003 * seed + step)
+    if job.training.task == "dpo":
+        return _sample_pairs(job, random).changed(lambda tensor: tensor.to(device))
     size = (job.sequences, job.training.seq)
     text = torch.randint(job.model.vocab, (size[0], size[1] + 1), generator=random)
     labels = text[:, 1:].clone()
@@ -48,6 +48,23 @@ def sample_batch(job: Job, step: int, seed: int, device: str = "cpu") -> Batch:
     labels[missing] = IGNORED
     labels[0, : size[1] // 2] = IGNORED
     return Batch.of(text[:, :-1].contiguous(), labels).changed(lambda tensor: tensor.to(device))
+
+
+def _sample_pairs(job: Job, random: torch.Generator) -> Batch:
+    """Rows of two pairs of answers, and a rest without labels; what counts is uneven."""
+    rows, seq = job.sequences, job.training.seq
+    text = torch.randint(job.model.vocab, (rows, seq + 1), generator=random)
+    labels, documents = text[:, 1:].clone(), torch.zeros((rows, seq), dtype=torch.int64)
+    for row in range(rows):
+        ends = [seq * part // 10 + row % 3 for part in (2, 4, 7, 9)]
+        for end in ends:
+            documents[row, end:] += 1
+    places = torch.arange(seq).expand(rows, -1)
+    starts = torch.zeros_like(documents).scatter_reduce(1, documents, places, "amin", include_self=False)
+    positions = torch.arange(seq) - starts.gather(1, documents)
+    hidden = (torch.rand((rows, seq), generator=random) < 0.4) & (positions > 0)
+    labels[hidden | (documents == 4)] = IGNORED
+    return replace(Batch.of(text[:, :-1].contiguous(), labels, positions, documents), most_documents=5)
 
 
 LENGTH = 0.1  # about that of a row of `DEVIATION`, for adapters with trained lengths
@@ -113,14 +130,14 @@ class Reference:
 def reference_key(job: Job, steps: int, seed: int) -> str:
     """Equal for jobs that differ only in layout: a single process runs them alike."""
     training = job.training
-    tuned = (training.adapters, training.trained, training.base_precision)
+    tuned = (training.adapters, training.trained, training.base_precision, training.task, training.preference)
     fields = (job.model, job.sequences, training.seq, training.optimization, tuned, steps, seed)
     return hashlib.sha256(repr(fields).encode()).hexdigest()[:24]
 
 
 def run_reference(job: Job, steps: int, seed: int, after_step: Callable[[], None] = lambda: None) -> Reference:
     """``steps`` AdamW steps of the unsharded model on `sample_batch`, in fp32."""
-    model = TunedReference(job, seed)
+    model = PlainModel(job, lambda name, shape: sample_weight(name, shape, seed, job.model))
     trained = {name: parameter for name, parameter in model.weights.items() if parameter.requires_grad}
     reference, settings = Reference(), job.training.optimization
     # Biases of stacked experts have two dimensions.
@@ -145,81 +162,18 @@ def run_reference(job: Job, steps: int, seed: int, after_step: Callable[[], None
         reference.gradient_norms.append(float(norm))
         optimizer.step()
         optimizer.zero_grad()
-        for _, mixture in _mixtures(model.decoder):
+        for _, mixture in mixtures_of(model.decoder):
             mixture.update_bias(mixture.load, job.model.numerics.bias_rate if mixture.is_trained else 0.0)
         after_step()
     reference.weights = {name: parameter.detach().clone() for name, parameter in model.weights.items()}
     return reference
 
 
-class TunedReference:
-    """The plain decoder as a function of ``weights``, of which the job trains some.
-
-    With adapters it computes with the sums W + s·B·A themselves, of which the engine never makes one.
-    """
-
-    def __init__(self, job: Job, seed: int) -> None:
-        self.decoder, tuning = Decoder(job.model), job.training.tuning
-        self.adapters, self.adapted = tuning.adapters, set[str]()
-        named = dict(self.decoder.named_parameters())
-        if tuning.adapters is not None:
-            with torch.device("meta"):
-                other = Decoder(job.model)
-            add_adapters(other, tuning.adapters)
-            named = dict(other.named_parameters())
-        self.weights = {}
-        for name, parameter in named.items():
-            value = sample_weight(name, parameter.shape, seed, job.model)
-            trained = trains(tuning, name, job.model)
-            if not trained and _is_linear_of_layer(name) and tuning.base.name != "computed":
-                value = _as_stored(value, tuning.base.name)
-            self.weights[name] = value.requires_grad_(trained)
-            if is_of_adapter(name):
-                self.adapted.add(name.rpartition(".")[0])
-        for mixture in _mixtures(self.decoder):
-            mixture[1].router.gate.requires_grad_(trains(tuning, f"{mixture[0]}.router.gate.weight", job.model))
-
-    def __call__(self, batch: Batch) -> Tensor:
-        """The summed loss."""
-        weights = {name: weight for name, weight in self.weights.items() if not is_of_adapter(name)}
-        for adapter in self.adapted:
-            name = adapter.removesuffix(".adapter") + ".weight" if adapter.endswith(".adapter") else adapter[:-8]
-            weights[name] = self._summed(weights[name], adapter)
-        named = {"positions": batch.positions, "documents": batch.documents}
-        loss: Tensor = torch.func.functional_call(self.decoder, weights, (batch.tokens, batch.labels), named)
-        return loss
-
-    def _summed(self, weight: Tensor, adapter: str) -> Tensor:
-        assert self.adapters is not None
-        a, b = self.weights[f"{adapter}.a"], self.weights[f"{adapter}.b"]
-        summed = weight + self.adapters.factor * (a @ b if is_stack_of_experts(f"{adapter}.a") else b @ a)
-        if self.adapters.method == "lora":
-            return summed
-        lengths = summed.detach().norm(dim=1, keepdim=True)
-        brought: Tensor = summed * (self.weights[f"{adapter}.magnitude"][:, None] / lengths)
-        return brought
-
-
-def _is_linear_of_layer(name: str) -> bool:
-    *_, inside, own = ("", *name.removesuffix(".weight").split("."))
-    return inside in ("attention", "mlp", "shared", "experts") and own in MODULES
-
-
-def _as_stored(weight: Tensor, form: str) -> Tensor:
-    """What is left of a weight, or of each of stacked experts, in fewer bits; these store outputs by rows."""
-    if weight.dim() == 3:
-        return torch.stack([_as_stored(matrix.T, form).T for matrix in weight])
-    whole = Region((0, weight.shape[0]), (0, weight.shape[1]))
-    stored = StoredWeight(form, (weight.shape[0], weight.shape[1]), whole).to_empty(device="cpu")
-    fill_stored(stored, lambda _, region: region.of(weight), lambda tensor: (tensor.detach(), 0))
-    return stored.dense(torch.float32)
-
-
-def _gradients(model: TunedReference, job: Job, step: int, seed: int) -> float:
+def _gradients(model: PlainModel, job: Job, step: int, seed: int) -> float:
     """Runs forward and backward over one global batch, a few sequences at a time; the mean loss over its labels."""
     batch = sample_batch(job, step, seed)
-    counted = batch.counted
-    for _, mixture in _mixtures(model.decoder):
+    counted: Tensor | int = batch.counted if job.training.task != "dpo" else 2 * job.sequences
+    for _, mixture in mixtures_of(model.decoder):
         mixture.balance_scale = job.model.numerics.balance_loss / job.sequences
     total = 0.0
     each = max(1, MOST_TOKENS // job.training.seq)
@@ -229,10 +183,6 @@ def _gradients(model: TunedReference, job: Job, step: int, seed: int) -> float:
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.item()
     return total
-
-
-def _mixtures(module: nn.Module) -> Iterator[tuple[str, MoELayer]]:
-    return ((plain_name(name), mixture) for name, mixture in module.named_modules() if isinstance(mixture, MoELayer))
 
 
 # -- the experts of every token, the same in two runs ------------------------------------------------
@@ -249,7 +199,7 @@ def _record_routes(model: Decoder) -> dict[str, list[tuple[Tensor, Tensor]]]:
     def note(name: str, router: nn.Module, given: tuple[Tensor], made: tuple[Tensor, ...]) -> None:
         routes[name].append((_features(given[0]), made[0].clone()))
 
-    for name, mixture in _mixtures(model):
+    for name, mixture in mixtures_of(model):
         mixture.router.register_forward_hook(partial(note, name))
     return routes
 
@@ -266,7 +216,7 @@ def hold_routes(stage: nn.Module, routes: Mapping[str, tuple[Tensor, Tensor]], d
     by far more than rounding although both runs are right. Tokens are matched by their nearest hidden state, because
     ranks and microbatches divide the batch differently.
     """
-    for name, mixture in _mixtures(stage):
+    for name, mixture in mixtures_of(stage):
         features, experts = (tensor.to(device) for tensor in routes[name])
         mixture.router.held = partial(_experts_of, features, experts)
 

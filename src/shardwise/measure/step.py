@@ -103,6 +103,13 @@ def cluster_name_here(device_type: str) -> str:
     return PRESETS[called]
 
 
+def devices_here() -> str:
+    """All devices of this machine: a sized preset."""
+    if torch.cuda.is_available():
+        return f"{cluster_name_here('cuda')}:{torch.cuda.device_count()}"
+    return "laptop:1"
+
+
 def require_measurable(job: Job, here: Started | None) -> None:
     """Raises SpecError for a job that does not run, or has another number of ranks than were started."""
     require_runs(job)

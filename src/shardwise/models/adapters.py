@@ -40,6 +40,7 @@ class Adapter(nn.Module):
         self.b = nn.Parameter(torch.empty(outputs, adapters.rank))
         self.magnitude = nn.Parameter(torch.empty(outputs)) if adapters.method == "dora" else None
         self.factor = adapters.factor
+        self.on = True  # off: the frozen layer alone
         self.over_inputs: Norms | None = None  # sums over the ranks that the inputs are cut over
 
     def narrow(self, inputs: Tensor) -> Tensor:
@@ -91,8 +92,9 @@ class TunedLinear(nn.Linear):
 
 
 def adapter_of(linear: nn.Module) -> Adapter | None:
+    """The adapter of a linear layer, if it has one and that is on."""
     adapter: Adapter | None = getattr(linear, "adapter", None)
-    return adapter
+    return adapter if adapter is not None and adapter.on else None
 
 
 Move = Callable[..., tuple[Tensor, ...]]
@@ -126,7 +128,7 @@ class ExpertAdapter(nn.Module):
         experts, inputs, outputs = matrices.shape
         self.a = nn.Parameter(matrices.new_empty(experts, inputs, adapters.rank))
         self.b = nn.Parameter(matrices.new_empty(experts, adapters.rank, outputs))
-        self.factor = adapters.factor
+        self.factor, self.on = adapters.factor, True
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
         """What each expert's adapter adds to the product of its rows, which stop at its entry of ``ends``."""

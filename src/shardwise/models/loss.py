@@ -114,6 +114,54 @@ class _CrossEntropySum(torch.autograd.Function):
         return (*gradients, None, None, None, None, None)
 
 
+def token_entropies(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    shares: Tensor | None,
+    softcap: float | None,
+    entropy: Entropy,
+) -> Tensor:
+    """The cross-entropy of each token in fp32 [tokens], zero where the label does not count; the head is frozen."""
+    assert shares is None and not weight.requires_grad
+    entropies: Tensor = _TokenEntropies.apply(  # type: ignore[no-untyped-call]
+        hidden.flatten(0, -2), weight, bias, labels.flatten(), torch.is_grad_enabled(), softcap, entropy
+    )
+    return entropies
+
+
+class _TokenEntropies(torch.autograd.Function):
+    """As `_CrossEntropySum`, but each token's gradient is scaled by itself in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, differentiated: bool,
+        softcap: float | None, entropy: Entropy,
+    ) -> Tensor:  # fmt: skip
+        differentiated = differentiated and ctx.needs_input_grad[0]
+        vocabulary, (weight, bias) = weight.shape[0], _in_whole_columns(weight, bias)
+        factors = (labels != IGNORED).float()
+        found = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
+        of_hidden = torch.empty_like(hidden) if differentiated else None
+        tokens_at_once = loss_tokens_at_once(len(hidden), *weight.shape)
+        for start in range(0, len(hidden), tokens_at_once):
+            part = slice(start, start + tokens_at_once)
+            logits = F.linear(hidden[part], weight, bias)
+            found[part] = entropy(logits[:, :vocabulary], labels[part], factors[part], softcap, differentiated)
+            if of_hidden is not None:
+                torch.mm(logits, weight, out=of_hidden[part])
+            del logits
+        ctx.of_hidden = of_hidden
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        kept, ctx.of_hidden = ctx.of_hidden, None
+        scaled_rows = None if kept is None else (kept * gradient[:, None]).to(kept.dtype)
+        return scaled_rows, None, None, None, None, None, None
+
+
 def _gradient_format(weight: Tensor) -> torch.dtype:
     """The format in which a parameter accumulates its gradient."""
     wanted = weight.grad_dtype if weight.is_leaf else None

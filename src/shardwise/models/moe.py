@@ -74,7 +74,7 @@ def _product(
         product: Tensor = _StoredExperts.apply(rows, matrices, ends)  # type: ignore[no-untyped-call]
     else:
         product = grouped_product(rows, matrices, ends)
-    if adds is not None:
+    if adds is not None and getattr(adds, "on", True):
         product = product + adds(rows, ends)
     if biases is None:
         return product

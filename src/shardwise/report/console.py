@@ -108,6 +108,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "dryrun": (FIRST,),
     "train": (FIRST,),
     "train --on": (FIRST,),
+    "finetune": ("new in 0.3.0",),
     "status": (FIRST,),
     "compare": (FIRST,),
     "calibrate": (FIRST,),

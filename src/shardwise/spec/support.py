@@ -237,7 +237,12 @@ MATRIX: tuple[Finding, ...] = (
     *_each("compile + " + "|".join(name for name in TECHNIQUES if name.startswith("base-")), "needs",
            "weights are made of their codes between kernels", "compile: false, or base_precision: computed",
            "training.compile", False),
-    *_each("dpo", "priced only", "this engine does not compare pairs of answers yet", "task: sft", "training.task"),
+    *_each("reference-copy", "priced only", "this engine's reference is the same weights, without adapters",
+           "adapters, and nothing else trained", "training.preference"),
+    *_each("dpo + mtp", "priced only", "answers are compared by the next token alone", "mtp_layers: 0",
+           "model.mtp_layers"),
+    *_each("dpo + local-steps|async", "refused", "the mean over workers would count unlike numbers of pairs equally",
+           "synchronise: every-step"),
     *_each("in-network-collective", "priced only", "reduction inside switches has no schedule that this engine can run",
            "collective: auto, which lets the library use it", "strategy.collective"),
     # Selective recompute (Korthikanti et al. 2022, arXiv 2205.05198) runs again what a rank can compute by itself.

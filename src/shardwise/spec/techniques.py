@@ -220,6 +220,7 @@ TECHNIQUES: dict[str, Uses] = {
     "frozen-parts": lambda s, t, m: len(t.trained) > 0,
     **{f"base-{name}": _training("base_precision", name) for name in BASE_FORMATS if name != "computed"},
     "ragged-base": _ragged_base,
+    "reference-copy": lambda s, t, m: t.reference_copy,
     "dpo": _training("task", "dpo"),
     # model
     **{name: _of_model(uses) for name, uses in OF_MODEL.items()},
@@ -238,7 +239,7 @@ TECHNIQUES: dict[str, Uses] = {
 GIVEN: frozenset[str] = frozenset(
     (
         *(*OF_MODEL, *RECIPES, *OPTIMIZERS, "dropout", "unfused-attention", "compile", "sliding-window"),
-        *("adapters", "dora", "adapters-on-experts", "adapter-dropout", "frozen-parts", "dpo"),
+        *("adapters", "dora", "adapters-on-experts", "adapter-dropout", "frozen-parts", "dpo", "reference-copy"),
         *(f"base-{name}" for name in BASE_FORMATS if name != "computed"),
         *("buckets", "compression", "compressed-momentum", "error-feedback", "local-steps", "async"),
         *("uneven-shares", "unlike-stages", "unlike-tied-ends"),

@@ -110,15 +110,17 @@ Loss = Callable[..., Tensor]
 
 
 def cut_loss(
-    vocabulary: int, rank: int, group: dist.ProcessGroup, sequence_parallel: bool, softcap: float | None = None
-) -> Loss:
-    """The loss function of a model whose head is cut: the same sum on every rank."""
+    vocabulary: int, rank: int, group: dist.ProcessGroup, sequence_parallel: bool, softcap: float | None = None,
+    loss_of: Callable[..., Tensor] = summed_loss,
+) -> Loss:  # fmt: skip
+    """The loss function of a model whose head is cut: the same sum (or, of `token_entropies`, the same numbers) on
+    every rank."""
     own, enter = Slice.of(vocabulary, rank, group.size()), gather if sequence_parallel else copy
 
     def loss(
         hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shares: Tensor | None = None
     ) -> Tensor:
-        return summed_loss(enter(hidden, group), weight, bias, labels, shares, softcap, partial(_entropy, own, group))
+        return loss_of(enter(hidden, group), weight, bias, labels, shares, softcap, partial(_entropy, own, group))
 
     return loss
 

@@ -209,7 +209,7 @@ class RowLinear(nn.Module):
             _cut_inputs(self.adapter, rank, group, sequence_parallel)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        stored, adapter = self.stored, self.adapter
+        stored, adapter = self.stored, adapter_of(self)
         weight: Any = stored or (self.weight.T if self.transposed else self.weight)
         if self.overlap:
             outputs: Tensor = _ScatteredProduct.apply(inputs, weight, self.group)  # type: ignore[no-untyped-call]

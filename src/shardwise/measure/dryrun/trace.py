@@ -18,7 +18,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.experts.rows import Assumed
 from shardwise.engine.labels import Label
 from shardwise.engine.optim import optimizer
-from shardwise.engine.parameters import local
+from shardwise.engine.parameters import local, stored_weights
 from shardwise.engine.recompute import recomputed_layers
 from shardwise.engine.torch_private import unset_fake_temporarily
 from shardwise.layout.groups import coordinate
@@ -242,6 +242,8 @@ def _claim(engine: Engine, memory: MemoryLog) -> None:
     """Tells the log what only the engine knows: which tensors are weights, gradients and optimizer states."""
     memory.claim("optimizer", (local(tensor) for state in engine.optimizer.state.values() for tensor in state.values()))
     memory.claim("weights", (local(held.parameter) for held in engine.parameters))
+    codes = [each.stored for each in stored_weights(engine.stages.values())]
+    memory.claim("weights", (local(tensor) for each in codes for tensor in (*each.parameters(), *each.buffers())))
 
     def accumulated(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:  # else its gradient was deferred

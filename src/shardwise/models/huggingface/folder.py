@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shardwise.interop.companions import CONFIG, copy_companions
 from shardwise.interop.huggingface import model_from_hf_config, read_config
+from shardwise.models.huggingface.bitsandbytes import QuantisedTensor, is_part, state_of
 from shardwise.models.huggingface.tensors import Naming, Slices, TensorPlace
 from shardwise.models.layer import is_behind_layers
 from shardwise.spec.errors import SpecError, shown
@@ -38,7 +39,9 @@ class Folder:
         self.path = Path(path)
         described = model_from_hf_config(self.path)
         config = read_config(self.path)
-        self.files = _files_of(self.path)
+        files = _files_of(self.path)
+        self.states = {name: state for name in files if (state := state_of(name, files)) is not None}
+        self.files = {name: file for name, file in files.items() if not is_part(name, files)}
         self.naming = Naming.of_config(config, described, self.files)
         self.model: Model = self.naming.model
         self._opened: dict[str, Any] = {}
@@ -92,7 +95,9 @@ class Folder:
         if file not in self._opened:
             self._opened[file] = _open(self.path / file)
         try:
-            stored = self._opened[file].get_slice(name)
+            opened = self._opened[file]
+            quantised = name in self.states
+            stored = QuantisedTensor(opened, name, self.states[name]) if quantised else opened.get_slice(name)
         except SafetensorError:
             raise SpecError(theirs, f"is not in {self.path / file}", "download it again") from None
         shape = tuple(stored.get_shape())

@@ -82,6 +82,7 @@ def tuned(request: Request, method: Method, adapters: Adapters) -> Request:
     """The request for one method."""
     fields: dict[str, Any] = {"adapters": None, "trained": (), "base_precision": "computed"}
     if method != "full":
-        base = "nf4-double" if method == "qlora" else "bf16"
+        narrow = request.job.training.recipe.compute != "fp32"
+        base = "nf4-double" if method == "qlora" else ("bf16" if narrow else "computed")
         fields = {"adapters": adapters, "trained": (), "base_precision": base}
     return replace(request, job=replace(request.job, training=replace(request.job.training, **fields)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -72,6 +73,16 @@ def example(prefix: str, number: int, seq: int, tokenizer: str | None = None) ->
     documents = tuple(_documents(sample, known, preferred=preferred))
     left = int(_empty(sample).sum()) if isinstance(stream, PackedStream) else 0
     return Example(number, stream.per_epoch, stream.seq, documents, left)
+
+
+def last_prompt(prefix: Path | str) -> tuple[int, ...]:
+    """What precedes the first token that the loss counts in the last document of a pair; empty without a mask."""
+    pair = open_pair(str(prefix))
+    if pair.mask is None or not pair.documents:
+        return ()
+    inside = slice(int(pair.starts[-2]), int(pair.starts[-1]))
+    asked = int(np.argmax(np.asarray(pair.mask[inside]) > 0))
+    return tuple(int(token) for token in np.asarray(pair.tokens[inside])[:asked])
 
 
 def _empty(sample: Sample) -> Tokens:

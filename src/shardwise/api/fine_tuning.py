@@ -1,0 +1,294 @@
+"""`finetune`: from the folder of a model and a file of conversations to what was learned of them, planned before it."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from shardwise.api.execution import TrainingResult, ready_run, trained
+from shardwise.api.given import JobArguments
+from shardwise.api.quantities import path_text, whole_number
+from shardwise.api.results import Figure, Result, Rows
+from shardwise.api.run_options import RunOptions, RunPlace
+from shardwise.interop.companions import folder_of_model
+from shardwise.interop.jobs import model_from
+from shardwise.launch.outcome import Outcome
+from shardwise.launch.run import Launch
+from shardwise.planner.advice.method import METHODS, WORDS, ChosenMethod, Method, choose_method
+from shardwise.planner.request import Request
+from shardwise.report.fine_tuning import AnswerSample, ReadyFineTuning, fine_tuning_data, fine_tuning_page
+from shardwise.report.page import Page
+from shardwise.spec import units
+from shardwise.spec.clusters import job_cluster_from
+from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.fine_tuning import Adapters
+from shardwise.spec.job import Job
+from shardwise.spec.lengths import Lengths
+from shardwise.spec.model import Model
+from shardwise.spec.stack import stack_from
+
+if TYPE_CHECKING:
+    from shardwise.run.data.build import Built
+
+OnProgress = Callable[[str], None]
+Choice = Literal["auto", "full", "lora", "qlora"]
+CHOICES: tuple[str, ...] = get_args(Choice)
+HELD_OUT = 0.05
+EPOCHS = 3.0
+BATCH = 16  # sequences of a step, of which a short data set still makes a good many
+SAMPLE_TOKENS = 64
+# Peak learning rates: LoRA's is about ten times that of all weights (Hu et al. 2021, arXiv 2106.09685, table 11;
+# Biderman et al. 2024, arXiv 2405.09673, section 4).
+RATES: dict[Method, float] = {"full": 2e-5, "lora": 2e-4, "qlora": 2e-4}
+_LONGEST = 4096  # sequence length that is chosen at most where none is given
+_WARMUP = 0.03  # share of the steps
+
+
+@dataclass(frozen=True)
+class FineTuningResult(Result):
+    """What a fine-tuning was planned as, how it went, and what it left."""
+
+    verb = "finetune"
+    ready: ReadyFineTuning
+    training: TrainingResult | None
+    """None if only the plan was asked for."""
+    written: Path | None = None
+    sample: AnswerSample | None = None
+
+    method = Figure[str]("ready.choice.method", "The method: full, lora or qlora.")
+    job = Figure[Job]("ready.job", "What is trained; to_yaml() is its file.")
+    predicted_seconds = Figure[float]("ready.total_seconds", "The predicted time of all steps.")
+
+    @property
+    def ok(self) -> bool:
+        return self.status == 0
+
+    @property
+    def status(self) -> int:
+        """The command's exit status: that of its training."""
+        return 0 if self.training is None else self.training.status
+
+    @cached_property
+    def page(self) -> Page:
+        training = self.training
+        trained = () if training is None else training.page.pieces
+        return fine_tuning_page(trained, self.written, self.sample)
+
+    def _data(self) -> dict[str, Any]:
+        data = fine_tuning_data(self.ready, self.written, self.sample)
+        return {**data, "training": None if self.training is None else self.training.to_dict()}
+
+    def tables(self) -> Mapping[str, Rows]:
+        return {} if self.training is None else self.training.tables()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FineTuningOptions:
+    """What may be chosen; the rest follows from the data and the machine."""
+
+    cluster: str | None = None
+    """The devices: a preset such as rtx-4090, sized, or a file of `calibrate` (default: this machine)."""
+    method: Choice = "auto"
+    """What is trained: all weights (full), adapters (lora), or adapters over a base in 4 bits (qlora); auto: the first
+    that fits."""
+    seq: int | str | None = None
+    """Tokens of a sequence (default: what holds nearly every conversation, up to 4096)."""
+    epochs: float | str = EPOCHS
+    """Passes over the data (default 3)."""
+    steps: int | str | None = None
+    """Steps in place of epochs."""
+    global_batch: int | str = BATCH
+    """Sequences of a step (default 16)."""
+    learning_rate: float | str | None = None
+    """Peak learning rate (default 2e-4 for adapters, 2e-5 for all weights)."""
+    adapter_rank: int | str = Adapters.rank
+    """Rank of the adapters (default 16)."""
+    dora: bool = False
+    """Train DoRA in place of LoRA."""
+    out: str | PathLike[str] | None = None
+    """Folder of the run, its data and what it writes (default runs/NAME-finetune)."""
+    chat_template: str | None = None
+    """Jinja template of conversations, or a folder that has one (default: the model's)."""
+    answers: Literal["all", "last"] = "all"
+    """Answers of a conversation that the loss counts."""
+    plan_only: bool = False
+    """Show the method, time and memory, and train nothing."""
+
+
+def finetune(
+    model: str | PathLike[str],
+    data: str | PathLike[str] | Sequence[str | PathLike[str]],
+    *,
+    on_ready: Callable[[ReadyFineTuning], None] | None = None,
+    on_progress: OnProgress | None = None,
+    supervised: Callable[[Launch], Outcome] | None = None,
+    **options: Any,
+) -> FineTuningResult:
+    """Adapts the model of a Hugging Face folder to conversations: ``finetune("models/Llama-3.2-1B", "chats.jsonl")``.
+
+    Reads the data, chooses the method that fits this machine, plans it, trains with evaluation on a held-out part, and
+    writes an adapter that `peft` loads (all weights: a Hugging Face folder). ``on_ready`` is called before anything is
+    trained. Called again with the same ``out``, it resumes. The fields of `FineTuningOptions` are keywords.
+    """
+    chosen, report = FineTuningOptions(**options), on_progress or (lambda text: None)
+    folder = _model_folder(path_text(model, "model"))
+    files = [data] if isinstance(data, str | PathLike) else list(data)
+    ready = _made_ready(folder, [Path(path_text(file, "data")) for file in files], chosen, report)
+    if on_ready is not None:
+        on_ready(ready)
+    if chosen.plan_only:
+        return FineTuningResult(ready, None)
+    launched = supervised or (lambda launch: launch.supervised(lambda event: report(str(event))))
+    run = RunOptions()
+    done = trained(ready_run(_arguments(ready.job, folder), run, RunPlace.of(None, None), note=report), launched)
+    if not done.ok:
+        return FineTuningResult(ready, done)
+    report("writing what was learned")
+    written = _written(ready, done)
+    report("answering a held-out prompt, before and after")
+    return FineTuningResult(ready, done, written, _sample(ready, folder, written))
+
+
+def _model_folder(model: str) -> Path:
+    folder = folder_of_model(model)
+    if folder is None:
+        remedy = "name the folder of a model: config.json, weights and tokenizer, as from huggingface.co"
+        raise SpecError("model", f"{shown(model)} is no Hugging Face folder", remedy)
+    if not (folder / "tokenizer.json").is_file():
+        raise SpecError("model", f"{folder} has no tokenizer.json", "save the tokenizer beside the weights")
+    return folder
+
+
+def _made_ready(folder: Path, files: list[Path], options: FineTuningOptions, report: OnProgress) -> ReadyFineTuning:
+    model = model_from(str(folder))
+    out = Path(options.out if options.out is not None else f"runs/{model.name}-finetune").absolute()
+    report("reading the conversations")
+    built, prompt = _build(folder, files, out, options)
+    lengths = _lengths(built.prefix)
+    seq = _seq(model, lengths, options)
+    choice = _chosen(model, lengths, seq, options, report)
+    job, notes = _job(folder, out, built, choice, options)
+    return ReadyFineTuning(built, lengths, choice, job, prompt, notes)
+
+
+def _build(folder: Path, files: list[Path], out: Path, options: FineTuningOptions) -> tuple[Built, tuple[int, ...]]:
+    """Token files of the conversations, and the prompt of the last, which is held out."""
+    from shardwise.run.data.build import build
+    from shardwise.run.data.conversations import RecordRules
+    from shardwise.run.data.example import last_prompt
+
+    (out / "data").mkdir(parents=True, exist_ok=True)
+    rules = RecordRules(answers=options.answers)
+    template = options.chat_template
+    built = build(files, out / "data" / "conversations", tokenizer=str(folder), template=template, records=rules,
+                  workers=os.cpu_count() or 1)  # fmt: skip
+    if built.preferences:
+        raise SpecError("data", "holds preferences", "train them with `shardwise train` and training.task: dpo")
+    return built, last_prompt(built.prefix)
+
+
+def _lengths(prefix: Path) -> Lengths:
+    from shardwise.run.data.lengths import measured_lengths
+
+    measured = measured_lengths(str(prefix))
+    return Lengths.from_dict({"histogram": measured["histogram"], "labels": max(1e-6, measured["labels"])})
+
+
+def _seq(model: Model, lengths: Lengths, options: FineTuningOptions) -> int:
+    """A power of two that cuts off at most a hundredth of all tokens, as far as the model and memory go."""
+    if options.seq is not None:
+        return whole_number(options.seq, "⟨seq⟩")
+    most = min(model.max_seq, _LONGEST)
+    seq = 128
+    while seq < most and lengths.cut_share(seq) > 0.01:
+        seq *= 2
+    return min(seq, most)
+
+
+def _chosen(model: Model, lengths: Lengths, seq: int, options: FineTuningOptions, report: OnProgress) -> ChosenMethod:
+    if options.method not in CHOICES:
+        raise SpecError("⟨method⟩", f"{shown(options.method)} is no method", "choose one of " + ", ".join(CHOICES))
+    methods = METHODS if options.method == "auto" else (options.method,)
+    adapters = Adapters(
+        rank=whole_number(options.adapter_rank, "⟨adapter_rank⟩"), method="dora" if options.dora else "lora"
+    )
+    adapters = replace(adapters, alpha=2.0 * adapters.rank)
+    cluster = job_cluster_from(options.cluster or _devices_here())
+    batch = whole_number(options.global_batch, "⟨global_batch⟩")
+    training = {"seq": seq, "global_batch": batch, "task": "sft", "lengths": lengths}
+    job = Job.from_dict({"model": model, "cluster": cluster, "training": training, "stack": stack_from("shardwise")})
+    request = Request(job, minimum_batch=batch)
+    return choose_method(
+        request, adapters, methods=methods,
+        progress=lambda method, count: report(f"planning {WORDS[method]}: {count:,} strategies priced"),
+    )  # fmt: skip
+
+
+def _devices_here() -> str:
+    from shardwise.measure.step import devices_here  # imports torch
+
+    return devices_here()
+
+
+def _job(
+    folder: Path, out: Path, built: Built, choice: ChosenMethod, options: FineTuningOptions
+) -> tuple[Job, tuple[str, ...]]:
+    """The plan with its data, length, rate and folders."""
+    planned = choice.plan.best.job
+    training, lengths = planned.training, planned.training.lengths
+    assert lengths is not None
+    packed = built.tokens * (1 - HELD_OUT) / (training.seq * lengths.packed_share(training.seq))
+    each = max(1, math.ceil(packed / planned.sequences))
+    epochs = units.parse(options.epochs, "count", "⟨epochs⟩") if isinstance(options.epochs, str) else options.epochs
+    steps = max(1, round(each * epochs)) if options.steps is None else whole_number(options.steps, "⟨steps⟩")
+    rate = RATES[choice.method] if options.learning_rate is None else float(options.learning_rate)
+    optimization = replace(training.optimization, learning_rate=rate, decay=0.0)
+    run = {
+        "steps": steps,
+        "folder": str(out),
+        "start_from": str(folder),
+        "data": {"shards": [str(built.prefix)], "held_out": HELD_OUT, "packing": "packed"},
+        "schedule": {"kind": "cosine", "warmup": min(steps - 1, round(_WARMUP * steps))},
+    }
+    fields = planned.to_dict() | {"run": run}
+    job = Job.from_dict(fields)
+    job = replace(job, training=replace(job.training, optimization=optimization))
+    return job, (f"{each:,} steps are one pass over the data",)
+
+
+def _arguments(job: Job, folder: Path) -> JobArguments:
+    """The model by its folder, whose tokenizer and other files go with the run."""
+    return JobArguments(source={**job.to_dict(), "model": str(folder)})
+
+
+def _written(ready: ReadyFineTuning, done: TrainingResult) -> Path:
+    """An adapter as `peft` loads it, or a Hugging Face folder of all weights."""
+    from shardwise.training.convert import sources
+
+    if ready.job.training.adapters is not None:
+        return sources.write_as_adapter(done.folder, done.folder / "adapter")
+    return sources.write_huggingface(sources.open_weights(done.folder), done.folder / "model", lambda size: None)
+
+
+def _sample(ready: ReadyFineTuning, folder: Path, written: Path) -> AnswerSample | None:
+    """The model's answer to a held-out prompt, with and without what was learned."""
+    from shardwise.api.generation import generate
+    from shardwise.run.data.token_files import tokenizer_from
+
+    if not ready.prompt:
+        return None
+    device: Literal["cpu", "cuda"] = "cuda" if ready.job.run_device == "cuda" else "cpu"
+    shared: dict[str, Any] = {"max_new_tokens": SAMPLE_TOKENS, "tokenizer": str(folder), "run_device": device}
+    shared["prompt_tokens"] = [list(ready.prompt)]
+    adapted = ready.job.training.adapters is not None
+    before = generate(str(folder), **shared)
+    source, adapter = (str(folder), (str(written),)) if adapted else (str(written), ())
+    after = generate(source, adapter=adapter, **shared)
+    prompt = tokenizer_from(str(folder)).decode_all(ready.prompt)
+    return AnswerSample(prompt, before.texts[0] or "", after.texts[0] or "")

@@ -1,0 +1,92 @@
+"""One command from a folder and conversations to an adapter: method, price, loss, sample; and mistakes in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.running import error_line, run, run_json
+from run.data.chats import CHATML, make_tokenizer, said, write_lines
+
+ANSWER = "the lazy dog"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama with random weights and a tokenizer, as transformers saves them."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    path = make_tokenizer(tmp_path_factory.mktemp("model") / "tiny-llama", CHATML)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=400, max_position_embeddings=512, num_key_value_heads=2, eos_token_id=3, **sizes)
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    """Every question has the same answer: what the model has to learn."""
+    questions = [f"What is {number} and two?" for number in range(160)]
+    return write_lines(tmp_path / "chats.jsonl", [{"messages": said(question, ANSWER)} for question in questions])
+
+
+def command(folder: Path, chats: Path, *more: str) -> list[str]:
+    out = str(chats.parent / "out")
+    return ["finetune", "--model", str(folder), "--data", str(chats), "--out", out, "--seq", "64", *more]
+
+
+def test_an_adapter_learns_a_planted_answer(folder: Path, chats: Path) -> None:
+    options = ("--method", "lora", "--steps", "60", "--learning-rate", "0.01", "--global-batch", "8")
+    data = run_json(*command(folder, chats, *options))
+    assert data["method"] == "lora" and "LoRA fits" in data["reason"]
+    assert data["labels"] < data["tokens"] and data["predicted_seconds"] > 0
+    assert ANSWER in data["sample"]["after"] and ANSWER not in data["sample"]["before"]
+    written = Path(data["written"])
+    assert json.loads((written / "adapter_config.json").read_text(encoding="utf-8"))["r"] == 16
+    from peft import PeftModel
+    from transformers import LlamaForCausalLM
+
+    assert PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(folder), written) is not None
+
+
+def test_the_plan_is_shown_before_anything_is_trained(folder: Path, chats: Path) -> None:
+    result = run(*command(folder, chats, "--plan-only"))
+    assert result.status == 0, result.err
+    for words in ("full fine-tuning fits", "memory:", "time:", "160 conversations"):
+        assert words in result.out
+    assert not (chats.parent / "out" / "metrics.jsonl").exists()
+
+
+def test_the_method_follows_from_the_card(folder: Path, chats: Path, tmp_path: Path) -> None:
+    card = {
+        "device": {
+            "name": "card", "memory": "1.56GiB", "memory_bandwidth": "1TB/s", "vendor": "nvidia",
+            "peak": {"bf16": "100TFLOPS", "fp32": "50TFLOPS"},
+        },
+        "levels": [{"size": 1, "link": "pcie-4"}],
+    }  # fmt: skip
+    (tmp_path / "card.yaml").write_text(json.dumps(card), encoding="utf-8")
+    data = run_json(*command(folder, chats, "--plan-only", "--cluster", str(tmp_path / "card.yaml")))
+    assert data["memory_bytes"] < 1.56 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        ([{"messages": [{"role": "user", "content": "hello"}]}], "no turn of the assistant"),
+        ([{"messages": [{"role": "robot", "content": "hello"}]}], "robot"),
+        ([], "hold no text"),
+    ],
+)
+def test_bad_data_is_one_line(folder: Path, tmp_path: Path, records: list[Any], words: str) -> None:
+    bad = write_lines(tmp_path / "chats.jsonl", records)
+    assert words in error_line(run(*command(folder, bad)))
+
+
+def test_a_folder_without_a_model_is_one_line(tmp_path: Path, chats: Path) -> None:
+    assert "no Hugging Face folder" in error_line(run(*command(tmp_path, chats)))
