@@ -112,20 +112,12 @@ def group_states(
 
 
 def frozen_bytes(matrices: Any, others: Any, recipe: Recipe, sharding: Sharding, shards: Any) -> StateBytes:
-    """Bytes of weights that are not trained, divided only by ZeRO-3; what is not quantised is kept in 16 bits.
-
-    Where shards are fp32, those of frozen weights in no format of their own are too: FSDP casts what it gathers.
-    """
+    """Bytes of weights that are not trained, divided only by ZeRO-3; without masters, in the format of the passes."""
     divided = select(sharding.zero >= 3, shards, 1)
+    each, other = recipe.weight + recipe.copies, recipe.plain_weight
     if recipe.base is not None:
-        weights = (matrices * recipe.base + others * min(recipe.plain_weight, 2)) / divided
-    elif recipe.fp32_shards:
-        stage = sharding.stage(recipe)
-        whole = matrices * (recipe.weight + recipe.copies) + others * recipe.plain_weight
-        both = select(stage >= 3, 4, select(stage >= 1, 4, 0)) * (matrices + others) / shards
-        weights = both + select(stage >= 3, 0, whole)
-    else:
-        weights = (matrices * (recipe.weight + recipe.copies) + others * recipe.plain_weight) / divided
+        each, other = recipe.base, min(other, 2)
+    weights = (matrices * each + others * other) / divided
     leaving = weights * sharding.offload.weights
     return StateBytes(weights - leaving, 0.0, 0.0, leaving)
 

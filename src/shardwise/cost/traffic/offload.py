@@ -186,7 +186,7 @@ def _gathered_weights(contents: RankContents, sharding: Sharding, recipe: Recipe
 
 def _frozen(contents: RankContents, sharding: Sharding, recipe: Recipe) -> Any:
     """Bytes of a device's frozen weights in layers, as they are kept."""
-    each = recipe.base or (4.0 if recipe.fp32_shards else recipe.weight)
+    each = recipe.base or recipe.weight
     shards, expert_shards = (select(sharding.zero == 3, part, 1) for part in (sharding.shards, sharding.expert_shards))
     return each * (contents.frozen_matrices / shards + contents.frozen_experts / expert_shards)
 
