@@ -91,7 +91,7 @@ def keywords() -> Iterator[tuple[str, str]]:
 def _own_parameters(verb: Any) -> list[str]:
     """The parameters of a verb that also takes the keywords of a job."""
     parameters = inspect.signature(verb).parameters.values()
-    takes_job = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    takes_job = any(str(parameter.annotation).startswith("Unpack") for parameter in parameters)
     return [parameter.name for parameter in parameters] if takes_job else []
 
 

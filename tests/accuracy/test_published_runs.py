@@ -47,7 +47,7 @@ def test_every_row_is_read_and_few_are_set_aside() -> None:
     [
         ("A100-SXM-80GB", 0.025),
         ("B200-SXM", 0.03),
-        ("H100-SXM-80GB", 0.05),
+        ("H100-SXM-80GB", 0.055),
         ("GB200-NVL72", 0.06),
         ("H100-96GB-HBM2e-500W", 0.05),
     ],

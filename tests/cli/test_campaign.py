@@ -15,7 +15,7 @@ BARE = "analyze --model llama3-8b --topology ring --gpus 16 --bandwidth 50GB/s -
 # Llama 3 (arXiv 2407.21783), table 4 and section 3.3; it does not print the chunks per rank, 4 is ours.
 LLAMA3 = (
     "analyze --model llama3-405b --cluster dgx-h100:2048 --tp 8 --pp 16 --dp 128 --zero 1 --schedule interleaved "
-    "--interleave 4 --stage-layers balanced --stack megatron-core --global-batch 2048 --seq 8192"
+    "--interleave 4 --stage-layers balanced --stack megatron-core@2024 --global-batch 2048 --seq 8192"
 )
 
 

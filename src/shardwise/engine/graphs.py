@@ -61,7 +61,8 @@ class StepGraphs:
     """
 
     def __init__(self, job: Job, groups: list[dict[str, Any]]) -> None:
-        device = groups[0]["step"].device
+        own = groups[0]["params"]  # none on a stage that trains nothing
+        device = own[0].device if own else groups[0]["step"].device
         self._groups = groups
         self._required = job.training.graphs is True
         self.reason: str | None = None

@@ -64,6 +64,7 @@ def train(one: Job, folder: str, steps: int, resume: bool) -> dict[str, Any]:
     return {"losses": losses, "boxes": boxes(engine)}
 
 
+@pytest.mark.slow
 def test_adapters_resume_under_another_layout(tmp_path: Path) -> None:
     folder, layout = base(tmp_path / "base", 1), {"devices": 2, "dp": 2, "zero": 3}
     first = on_ranks(4, train, job(folder, devices=4, tp=2, pp=2), str(tmp_path / "a"), 2, False)
