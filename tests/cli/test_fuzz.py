@@ -311,7 +311,8 @@ NO_FILE = "/nonexistent/run"
 BESIDE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("analyze", "predict", "plan", "plan_mixed", "verify", "train", "write_report"), NO_JOB),
     "status": {"run": NO_FILE}, "compare": {"run": NO_FILE}, "validate": {"table": NO_FILE},
-    "finetune": {"model": NO_FILE, "data": NO_FILE}, "calibrate": {"processes": 0}, "generate": {"source": NO_FILE, "prompt": "a"},
+    "finetune": {"model": NO_FILE, "data": NO_FILE},
+    "calibrate": {"processes": 0}, "generate": {"source": NO_FILE, "prompt": "a"},
 }  # fmt: skip
 
 

@@ -177,7 +177,7 @@ def _job_fields(arguments: JobArguments, *, runs_here: bool = False) -> tuple[di
         fields, notes = _imported(source, numbers, named, overrides)
         if runs_here:
             fields.pop("stack", None)
-    in_file = "overlap" in _mapping(fields.get("strategy"))
+    whole_overlap = "overlap" in _mapping(fields.get("strategy")) or "strategy.overlap" in overrides
     for path, value in overrides.items():
         if not path.startswith(("model.", "cluster.", "stack.")):
             set_field(fields, path, value)
@@ -195,7 +195,7 @@ def _job_fields(arguments: JobArguments, *, runs_here: bool = False) -> tuple[di
     if numbers.given("cluster") and "strategy.collective" not in overrides:
         # A bare topology implies its textbook algorithm.
         set_field(fields, "strategy.collective", "textbook")
-    _take_stack_defaults(fields, whole_overlap=in_file)
+    _take_stack_defaults(fields, whole_overlap=whole_overlap)
     return fields, framework, [*notes, *model_notes(model)]
 
 
@@ -332,7 +332,7 @@ def _part(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _take_stack_defaults(fields: dict[str, Any], *, whole_overlap: bool) -> None:
     """Sets overlap, dispatch and gradient accumulation of the strategy as the stack does them, unless given.
 
-    A file has the ``whole_overlap`` or none; flags change the stack's.
+    A file, or a keyword, has the ``whole_overlap`` or none; flags change the stack's.
     """
     strategy = fields.get("strategy") or {}
     if not isinstance(strategy, Mapping):
