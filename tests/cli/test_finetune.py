@@ -48,10 +48,6 @@ def test_an_adapter_learns_a_planted_answer(folder: Path, chats: Path) -> None:
     assert ANSWER in data["sample"]["after"] and ANSWER not in data["sample"]["before"]
     written = Path(data["written"])
     assert json.loads((written / "adapter_config.json").read_text(encoding="utf-8"))["r"] == 16
-    from peft import PeftModel
-    from transformers import LlamaForCausalLM
-
-    assert PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(folder), written) is not None
 
 
 def test_the_plan_is_shown_before_anything_is_trained(folder: Path, chats: Path) -> None:

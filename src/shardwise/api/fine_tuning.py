@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from shardwise.api.execution import TrainingResult, ready_run, trained
 from shardwise.api.given import JobArguments
-from shardwise.api.quantities import path_text, whole_number
+from shardwise.api.quantities import amount, path_text, whole_number
 from shardwise.api.results import Figure, Result, Rows
 from shardwise.api.run_options import RunOptions, RunPlace
 from shardwise.interop.companions import folder_of_model
@@ -24,9 +24,8 @@ from shardwise.planner.advice.method import METHODS, WORDS, ChosenMethod, Method
 from shardwise.planner.request import Request
 from shardwise.report.fine_tuning import AnswerSample, ReadyFineTuning, fine_tuning_data, fine_tuning_page
 from shardwise.report.page import Page
-from shardwise.spec import units
 from shardwise.spec.clusters import job_cluster_from
-from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.fine_tuning import Adapters
 from shardwise.spec.job import Job
 from shardwise.spec.lengths import Lengths
@@ -120,6 +119,15 @@ class FineTuningOptions:
     plan_only: bool = False
     """Show the method, time and memory, and train nothing."""
 
+    @classmethod
+    def taken_from(cls, options: Mapping[str, Any]) -> FineTuningOptions:
+        """From keywords; raises SpecError for one that there is not."""
+        known = [item.name for item in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise SpecError(f"⟨{name}⟩", "is no option of finetune", nearest_name(name, known))
+        return cls(**options)
+
 
 def finetune(
     model: str | PathLike[str],
@@ -136,9 +144,9 @@ def finetune(
     writes an adapter that `peft` loads (all weights: a Hugging Face folder). ``on_ready`` is called before anything is
     trained. Called again with the same ``out``, it resumes. The fields of `FineTuningOptions` are keywords.
     """
-    chosen, report = FineTuningOptions(**options), on_progress or (lambda text: None)
+    chosen, report = FineTuningOptions.taken_from(options), on_progress or (lambda text: None)
     folder = _model_folder(path_text(model, "model"))
-    files = [data] if isinstance(data, str | PathLike) else list(data)
+    files = data if isinstance(data, list | tuple) else [data]
     ready = _made_ready(folder, [Path(path_text(file, "data")) for file in files], chosen, report)
     if on_ready is not None:
         on_ready(ready)
@@ -245,9 +253,11 @@ def _job(
     assert lengths is not None
     packed = built.tokens * (1 - HELD_OUT) / (training.seq * lengths.packed_share(training.seq))
     each = max(1, math.ceil(packed / planned.sequences))
-    epochs = units.parse(options.epochs, "count", "⟨epochs⟩") if isinstance(options.epochs, str) else options.epochs
+    epochs = amount(options.epochs, "count", "⟨epochs⟩", "3")
     steps = max(1, round(each * epochs)) if options.steps is None else whole_number(options.steps, "⟨steps⟩")
-    rate = RATES[choice.method] if options.learning_rate is None else float(options.learning_rate)
+    rate = RATES[choice.method]
+    if options.learning_rate is not None:
+        rate = amount(options.learning_rate, "count", "⟨learning_rate⟩", "2e-4")
     optimization = replace(training.optimization, learning_rate=rate, decay=0.0)
     run = {
         "steps": steps,
@@ -256,8 +266,7 @@ def _job(
         "data": {"shards": [str(built.prefix)], "held_out": HELD_OUT, "packing": "packed"},
         "schedule": {"kind": "cosine", "warmup": min(steps - 1, round(_WARMUP * steps))},
     }
-    fields = planned.to_dict() | {"run": run}
-    job = Job.from_dict(fields)
+    job = Job.from_dict(planned.to_dict() | {"run": run})
     job = replace(job, training=replace(job.training, optimization=optimization))
     return job, (f"{each:,} steps are one pass over the data",)
 

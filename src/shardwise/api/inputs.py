@@ -352,12 +352,19 @@ def _take_stack_defaults(fields: dict[str, Any], *, whole_overlap: bool) -> None
             set_field(fields, "strategy.overlap", merged if "tp" in overlap else Overlap.from_dict(merged, "overlap"))
         if "dispatch" not in strategy:
             set_field(fields, "strategy.dispatch", running.dispatch)
-    zero, pp = (int(str(strategy.get(name))) if str(strategy.get(name)).isdecimal() else 1 for name in ("zero", "pp"))
+    zero, pp = (_whole_or_one(strategy.get(name)) for name in ("zero", "pp"))
     offload = strategy.get("offload")
     leave = offload == AUTO or bool(_mapping(offload).get("gradients"))
     usual = stack.usual_accumulation(zero, pp, leave=leave)
     if "accumulate" not in strategy and usual != Strategy.accumulate:
         set_field(fields, "strategy.accumulate", usual)
+
+
+def _whole_or_one(value: object) -> int:
+    """A degree that may still be text, or nonsense, which the job refuses."""
+    if isinstance(value, str):
+        return int(value) if value.isdecimal() and len(value) < 10 else 1
+    return value if isinstance(value, int) and not isinstance(value, bool) else 1
 
 
 def _assumptions(fields: Mapping[str, Any], job: Job) -> list[str]:
