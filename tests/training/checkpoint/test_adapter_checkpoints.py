@@ -79,6 +79,7 @@ def test_adapters_resume_under_another_layout(tmp_path: Path) -> None:
     assert all(".adapter." in key for key in manifest.tensors) and manifest.tensors
 
 
+@pytest.mark.slow
 def test_the_base_is_read_again_and_another_one_refused(tmp_path: Path) -> None:
     folder, other = base(tmp_path / "base", 1), base(tmp_path / "other", 2)
     one = job(folder, adapters=None, trained=("norms", "layers.1.attention"))
