@@ -10,6 +10,7 @@ import pytest
 
 from cli.running import error_line, run, run_json
 from run.data.chats import CHATML, make_tokenizer, said, write_lines
+from shardwise.interop.jobs import read_job
 
 ANSWER = "the lazy dog"
 
@@ -48,6 +49,25 @@ def test_an_adapter_learns_a_planted_answer(folder: Path, chats: Path) -> None:
     assert ANSWER in data["sample"]["after"] and ANSWER not in data["sample"]["before"]
     written = Path(data["written"])
     assert json.loads((written / "adapter_config.json").read_text(encoding="utf-8"))["r"] == 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["lora", "qlora", "full"])
+def test_started_again_it_ends_at_once_and_with_more_steps_it_goes_on(folder: Path, chats: Path, method: str) -> None:
+    def trained(steps: int) -> Any:
+        return run_json(*command(folder, chats, "--method", method, "--steps", str(steps), "--global-batch", "4"))
+
+    first, again, more = trained(2), trained(2), trained(3)
+    assert first["written"] == again["written"] == more["written"]
+    assert (again["training"]["attempts"], more["training"]["steps"]) == (0, 3)
+    assert again["sample"] == first["sample"] and first["sample"]["prompt"]
+    job = read_job(Path(first["folder"]) / "job.yaml")
+    assert job.sequences == 4 and job.training.base_precision == ("nf4-double" if method == "qlora" else "computed")
+
+
+def test_a_folder_needs_no_slash(folder: Path, chats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    assert run(*command(Path(folder.name), chats, "--plan-only")).status == 0
 
 
 def test_the_plan_is_shown_before_anything_is_trained(folder: Path, chats: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -164,7 +165,7 @@ def finetune(
 
 
 def _model_folder(model: str) -> Path:
-    folder = folder_of_model(model)
+    folder = folder_of_model(str(Path(model).absolute()))  # "tiny" alone would name a preset
     if folder is None:
         remedy = "name the folder of a model: config.json, weights and tokenizer, as from huggingface.co"
         raise SpecError("model", f"{shown(model)} is no Hugging Face folder", remedy)
@@ -181,17 +182,18 @@ def _made_ready(folder: Path, files: list[Path], options: FineTuningOptions, rep
     lengths = _lengths(built.prefix)
     seq = _seq(model, lengths, options)
     choice = _chosen(model, lengths, seq, options, report)
-    job, notes = _job(folder, out, built, choice, options)
-    return ReadyFineTuning(built, lengths, choice, job, prompt, notes)
+    return ReadyFineTuning(built, lengths, choice, _job(folder, out, built, choice, options), prompt)
 
 
 def _build(folder: Path, files: list[Path], out: Path, options: FineTuningOptions) -> tuple[Built, tuple[int, ...]]:
     """Token files of the conversations, and the prompt of the last, which is held out."""
     from shardwise.run.data.build import build
-    from shardwise.run.data.conversations import RecordRules
+    from shardwise.run.data.conversations import ANSWERS, RecordRules
     from shardwise.run.data.example import last_prompt
 
     (out / "data").mkdir(parents=True, exist_ok=True)
+    if options.answers not in ANSWERS:
+        raise SpecError("⟨answers⟩", f"{shown(options.answers)} is no choice", "choose one of " + ", ".join(ANSWERS))
     rules = RecordRules(answers=options.answers)
     template = options.chat_template
     built = build(files, out / "data" / "conversations", tokenizer=str(folder), template=template, records=rules,
@@ -231,9 +233,8 @@ def _chosen(model: Model, lengths: Lengths, seq: int, options: FineTuningOptions
     batch = whole_number(options.global_batch, "⟨global_batch⟩")
     training = {"seq": seq, "global_batch": batch, "task": "sft", "lengths": lengths}
     job = Job.from_dict({"model": model, "cluster": cluster, "training": training, "stack": stack_from("shardwise")})
-    request = Request(job, minimum_batch=batch)
     return choose_method(
-        request, adapters, methods=methods,
+        Request(job), adapters, methods=methods,
         progress=lambda method, count: report(f"planning {WORDS[method]}: {count:,} strategies priced"),
     )  # fmt: skip
 
@@ -244,9 +245,7 @@ def _devices_here() -> str:
     return devices_here()
 
 
-def _job(
-    folder: Path, out: Path, built: Built, choice: ChosenMethod, options: FineTuningOptions
-) -> tuple[Job, tuple[str, ...]]:
+def _job(folder: Path, out: Path, built: Built, choice: ChosenMethod, options: FineTuningOptions) -> Job:
     """The plan with its data, length, rate and folders."""
     planned = choice.plan.best.job
     training, lengths = planned.training, planned.training.lengths
@@ -267,8 +266,7 @@ def _job(
         "schedule": {"kind": "cosine", "warmup": min(steps - 1, round(_WARMUP * steps))},
     }
     job = Job.from_dict(planned.to_dict() | {"run": run})
-    job = replace(job, training=replace(job.training, optimization=optimization))
-    return job, (f"{each:,} steps are one pass over the data",)
+    return replace(job, training=replace(job.training, optimization=optimization))
 
 
 def _arguments(job: Job, folder: Path) -> JobArguments:
@@ -277,12 +275,17 @@ def _arguments(job: Job, folder: Path) -> JobArguments:
 
 
 def _written(ready: ReadyFineTuning, done: TrainingResult) -> Path:
-    """An adapter as `peft` loads it, or a Hugging Face folder of all weights."""
+    """An adapter as `peft` loads it, or a Hugging Face folder of all weights; in place of one of fewer steps."""
     from shardwise.training.convert import sources
 
-    if ready.job.training.adapters is not None:
-        return sources.write_as_adapter(done.folder, done.folder / "adapter")
-    return sources.write_huggingface(sources.open_weights(done.folder), done.folder / "model", lambda size: None)
+    adapted = ready.job.training.adapters is not None
+    place = done.folder / ("adapter" if adapted else "model")
+    if place.is_dir() and done.outcome is None:
+        return place
+    shutil.rmtree(place, ignore_errors=True)
+    if adapted:
+        return sources.write_as_adapter(done.folder, place)
+    return sources.write_huggingface(sources.open_weights(done.folder), place, lambda size: None)
 
 
 def _sample(ready: ReadyFineTuning, folder: Path, written: Path) -> AnswerSample | None:

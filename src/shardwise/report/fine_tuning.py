@@ -37,7 +37,6 @@ class ReadyFineTuning:
     choice: ChosenMethod
     job: Job
     prompt: tuple[int, ...]  # tokens
-    notes: tuple[str, ...] = ()
 
     @property
     def total_seconds(self) -> float:

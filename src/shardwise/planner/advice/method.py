@@ -83,6 +83,7 @@ def tuned(request: Request, method: Method, adapters: Adapters) -> Request:
     fields: dict[str, Any] = {"adapters": None, "trained": (), "base_precision": "computed"}
     if method != "full":
         narrow = request.job.training.recipe.compute != "fp32"
-        base = "nf4-double" if method == "qlora" else ("bf16" if narrow else "computed")
+        quantised = "nf4" if adapters.method == "dora" else "nf4-double"  # of which DoRA cannot measure rows alone
+        base = quantised if method == "qlora" else ("bf16" if narrow else "computed")
         fields = {"adapters": adapters, "trained": (), "base_precision": base}
     return replace(request, job=replace(request.job, training=replace(request.job.training, **fields)))
