@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from engine.layouts import Layout, covering, job_of, model_named
 from engine.parity import check
+from shardwise.engine import engine as engine_module
 from shardwise.engine.batch import Batch
 from shardwise.engine.engine import Engine
 from shardwise.engine.mesh import process_group
@@ -95,13 +97,6 @@ def test_offloaded_states_of_adapters_equal_one_process(fields: dict[str, Any]) 
     check(tuned(job, adapters=DORA), steps=2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tuning", ["lora", "dora"])
-@pytest.mark.parametrize("tensor", ["one", "sp"])
-def test_compiled_layers_equal_one_process(tuning: str, tensor: str) -> None:
-    check(tuned(of_layout(Layout.of("tiny", tensor=tensor, data="zero-3"), tuning), compile=True), steps=2)
-
-
 def wide(layout: Layout, form: str, **changes: Any) -> Job:
     """A model whose matrices have whole blocks on every rank."""
     model = model_named(dict(layout.values)["model"])
@@ -129,12 +124,42 @@ def test_bases_in_fewer_bits_equal_one_process(form: str, layout: Layout) -> Non
     check(wide(layout, form), steps=2)
 
 
+WHOLE_BLOCKS = {"hidden": 512, "ffn": 512, "heads": 4, "kv_heads": 4}
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("form", ["nf4-double", "fp8", "int8", "nf4", "bf16", "computed"])
+@pytest.mark.parametrize(("model", "recompute"), [("tiny", "none"), ("tiny-moe", "full"), ("tiny", "selective")])
+def test_compiled_layers_train_the_same(form: str, model: str, recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a compiler for C++; a graph that breaks is an error."""
+    job = wide(Layout.of(model, recompute=recompute), form, **WHOLE_BLOCKS)
+    monkeypatch.setattr(engine_module, "apply_compile", partial(engine_module.apply_compile, backend="aot_eager"))
+    ends = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        with process_group(0, 1, _alone()):
+            engine = Engine(tuned(job, compile=compiled))
+            losses = [float(engine.step(share(engine, step, 0)).loss) for step in range(2)]
+            ends.append((losses, [held.parameter.detach().clone() for held in engine.trained]))
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["computed", "nf4-double"])
+@pytest.mark.parametrize("tensor", ["one", "sp"])
+def test_compiled_layers_equal_one_process(form: str, tensor: str) -> None:
+    check(tuned(wide(Layout.of("tiny", tensor=tensor, data="zero-3"), form, **WHOLE_BLOCKS), compile=True), steps=2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["bf16", "fp8", "int8", "nf4", "nf4-double"])
 @pytest.mark.parametrize(("number", "layout"), list(enumerate(covering("quick")))[::3], ids=lambda value: str(value))
 def test_bases_in_fewer_bits_in_every_layout(form: str, number: int, layout: Layout) -> None:
-    sizes = {"hidden": 512, "ffn": 512, "heads": 4, "kv_heads": 4}
-    job = wide(layout, form, **sizes) if model_named(dict(layout.values)["model"]).mla is None else wide(layout, "int8")
+    job = (
+        wide(layout, form, **WHOLE_BLOCKS)
+        if model_named(dict(layout.values)["model"]).mla is None
+        else wide(layout, "int8")
+    )
     if verdict(job).status == "runs":
         check(job, steps=2)
 

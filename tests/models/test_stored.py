@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -9,20 +10,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.models.stored import (
+from shardwise.models import stored as stored_weights
+from shardwise.models.stored import StoredWeight, fill_stored, stored_product
+from shardwise.models.weight_formats import (
     NF4_CODE,
     Region,
-    StoredWeight,
     dynamic_code,
     encode,
-    fill_stored,
     require_whole_blocks,
-    stored_product,
     whole_blocks,
 )
 from shardwise.spec.errors import SpecError
 from shardwise.spec.fine_tuning import BASE_FORMATS
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_kernels = pytest.mark.skipif(
+    not (torch.cuda.is_available() or INTERPRETED), reason="needs a GPU, or TRITON_INTERPRET=1"
+)
 FORMS = ("bf16", "fp8", "int8", "nf4", "nf4-double")
 WORST = {"bf16": 2**-8, "fp8": 2**-4, "int8": 0.5 / 127, "nf4": 0.16, "nf4-double": 0.17}  # of the largest in reach
 
@@ -141,3 +146,26 @@ def test_blocks_that_would_be_cut_get_one_line(form: str, region: Region) -> Non
     with pytest.raises(SpecError, match="blocks of"):
         require_whole_blocks(form, "query", (128, 128), region)
     require_whole_blocks("int8", "query", (128, 128), region)
+
+
+@needs_kernels
+@pytest.mark.parametrize("form", FORMS[1:])
+@pytest.mark.parametrize(("rows", "columns"), [((0, 384), (0, 512)), ((128, 384), (128, 320)), ((256, 300), (0, 512))])
+@pytest.mark.parametrize("matrices", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_makes_the_same_bits(
+    form: str, rows: tuple[int, int], columns: tuple[int, int], matrices: int, dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    weights, region = drawn(matrices, 384, 512), Region(rows, columns)
+    stored = StoredWeight(form, (384, 512), region, matrices).to_empty(device=DEVICE)
+    fill_stored(stored, lambda number, wanted: wanted.of(weights[number]), lambda tensor: (tensor.detach(), 0))
+    monkeypatch.setattr(stored_weights.kernels, "run_on", lambda device: False)
+    plain = stored.dense(dtype)
+    monkeypatch.setattr(stored_weights.kernels, "run_on", lambda device: True)
+    made = stored.dense(dtype)
+    assert made.shape == plain.shape and made.dtype == dtype
+    if INTERPRETED and dtype == torch.bfloat16:  # the interpreter cuts off
+        torch.testing.assert_close(made, plain, rtol=2**-7, atol=0)
+    else:
+        assert torch.equal(made, plain)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,8 @@ from shardwise.engine.mesh import Mesh
 from shardwise.engine.profiler_ranges import sent
 from shardwise.engine.torch_private import compute_local_shape_and_global_offset, foreach_copy_
 from shardwise.models.decoder import initial_value, is_stack_of_experts
-from shardwise.models.stored import Region, StoredWeight, fill_stored, require_whole_blocks
+from shardwise.models.stored import StoredWeight, fill_stored
+from shardwise.models.weight_formats import Region, require_whole_blocks
 from shardwise.spec.model import Model
 
 _NOTES, _CODES = "_shardwise_parts", "_shardwise_codes"
@@ -286,7 +288,8 @@ def initialise_parts(chunks: Iterable[nn.Module], model: Model, seed: int) -> No
     for target in held(chunks):
         fill(target, lambda name, part, like=target.parameter: _drawn(name, part, seed, model, like.device))  # type: ignore[misc]
     for codes in stored_weights(chunks):
-        codes.fill(lambda name, slices, codes=codes: first_slice(name, codes.shape, slices, seed, model))  # type: ignore[misc]
+        device = codes.stored.tensors["codes"].device
+        codes.fill(partial(first_slice, shape=codes.shape, seed=seed, model=model, device=device))
 
 
 @torch.no_grad()
@@ -311,11 +314,14 @@ def as_divided(values: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(values, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
 
 
-def first_slice(name: str, shape: tuple[int, ...], slices: tuple[slice, ...], seed: int, model: Model) -> Tensor:
+def first_slice(
+    name: str, slices: tuple[slice, ...], shape: tuple[int, ...], seed: int, model: Model, device: torch.device
+) -> Tensor:
     """A slice of a weight's initial value; of stacked experts only those in it are drawn."""
     if not is_stack_of_experts(name):
-        return initial_value(name, shape, seed, model)[slices]
-    return initial_value(name, shape, seed, model, experts=range(shape[0])[slices[0]])[(slice(None), *slices[1:])]
+        return initial_value(name, shape, seed, model, device=device)[slices]
+    experts = range(shape[0])[slices[0]]
+    return initial_value(name, shape, seed, model, device=device, experts=experts)[(slice(None), *slices[1:])]
 
 
 def _drawn(name: str, part: HeldPart, seed: int, model: Model, device: torch.device) -> Tensor:

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from shardwise.engine.parameters import divided_as, local, store
 from shardwise.models.adapters import TunedLinear, adapter_of, add_adapters, is_of_adapter, linears_of_layers
 from shardwise.models.moe import GroupedExperts
-from shardwise.models.stored import StoredWeight, decode
+from shardwise.models.stored import StoredWeight
+from shardwise.models.weight_formats import decode
 from shardwise.spec.fine_tuning import Part, Tuning
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model

@@ -16,7 +16,8 @@ from shardwise.models.adapters import MODULES, add_adapters, is_of_adapter
 from shardwise.models.decoder import Decoder, is_stack_of_experts
 from shardwise.models.loss import IGNORED
 from shardwise.models.moe import MoELayer
-from shardwise.models.stored import Region, StoredWeight, fill_stored
+from shardwise.models.stored import StoredWeight, fill_stored
+from shardwise.models.weight_formats import Region
 from shardwise.spec.fine_tuning import Preference
 from shardwise.spec.job import Job
 

@@ -107,11 +107,11 @@ def with_adapters(
 
     ``move`` carries the narrow vectors of all of them, made of the hidden states at hand, to where the layers multiply.
     """
-    adapters = [adapter for linear in maps if (adapter := adapter_of(linear)) is not None]
-    moved = iter(move(*(adapter.narrow(hidden) for adapter in adapters)) if adapters else ())
+    adapters = [adapter_of(linear) for linear in maps]
+    narrow = [adapter.narrow(hidden) for adapter in adapters if adapter is not None]
+    moved = iter(move(*narrow) if narrow else ())
     outputs = []
-    for linear, product in zip(maps, products):
-        adapter = adapter_of(linear)
+    for linear, adapter, product in zip(maps, adapters, products):
         if adapter is None:
             outputs.append(product if linear.bias is None else product + linear.bias)
         else:

@@ -92,12 +92,13 @@ class _StoredExperts(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, stored: StoredWeight, ends: Tensor) -> Tensor:
         ctx.save_for_backward(ends)
         ctx.stored = stored
-        return F.grouped_mm(rows, stored.dense(rows.dtype).transpose(1, 2), offs=ends)
+        return _grouped(rows, stored.dense(rows.dtype).transpose(1, 2), ends)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (ends,) = ctx.saved_tensors
-        return F.grouped_mm(gradient.contiguous(), ctx.stored.dense(gradient.dtype), offs=ends), None, None
+        matrices = ctx.stored.dense(gradient.dtype, after=gradient)
+        return _grouped(gradient.contiguous(), matrices, ends), None, None
 
 
 # In bf16 the grouped matmul is torch's own, which the compiler knows. In other formats torch computes it but does not
@@ -110,11 +111,14 @@ def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     ``ends`` is int32 and stays on the device: the host need not know the sizes of the groups. Rows after the last end
     are undefined.
     """
-    product: Tensor
+    product = _grouped(rows, matrices, ends)
+    return _DenseGradient.apply(product) if rows.dtype == torch.bfloat16 else product  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     if rows.dtype == torch.bfloat16:
-        product = _DenseGradient.apply(F.grouped_mm(rows, matrices, offs=ends))  # type: ignore[no-untyped-call]
-    else:
-        product = _product_in_any_format(rows, matrices, ends)
+        return F.grouped_mm(rows, matrices, offs=ends)
+    product: Tensor = _product_in_any_format(rows, matrices, ends)
     return product
 
 

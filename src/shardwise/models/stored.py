@@ -1,197 +1,29 @@
-"""Frozen weights in fewer bits: codes and scales, from which a weight is made for each use, forward and backward.
-
-Formats and their sources are those of `spec.fine_tuning.BASE_FORMATS`. NF4 is bitsandbytes' (QLoRA, arXiv 2305.14314;
-functional.py): the same codes, scales and packing, the first of two weights in the upper half of a byte.
-"""
+"""A frozen weight that is kept in fewer bits: it is made of codes and scales for each use, forward and backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.spec.errors import SpecError
-
-# The quantiles of a normal distribution (QLoRA, appendix E), as bitsandbytes has them.
-NF4_CODE = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
-NF4_BLOCK, NESTED_BLOCK, FP8_BLOCK = 64, 256, 128
-LARGEST_FP8 = 448.0
-SMALLEST = 1e-38  # as in bitsandbytes: what a block of zeros is divided by
-
-
-@dataclass(frozen=True)
-class TensorLayout:
-    """One tensor of a stored matrix [rows, columns]: a row for each ``rows`` of the matrix."""
-
-    name: str
-    rows: int  # rows of the matrix that one of its rows stands for
-    columns: int  # columns of the matrix that one of its columns stands for; 0: all of them
-    dtype: torch.dtype
-
-
-# Scales are kept as integers of the same bits, which no mixed precision rounds.
-LAYOUTS: dict[str, tuple[TensorLayout, ...]] = {
-    "bf16": (TensorLayout("codes", 1, 1, torch.int16),),
-    "fp8": (
-        TensorLayout("codes", 1, 1, torch.uint8),
-        TensorLayout("scales", FP8_BLOCK, FP8_BLOCK, torch.int32),
-    ),
-    "int8": (TensorLayout("codes", 1, 1, torch.int8), TensorLayout("scales", 1, 0, torch.int32)),
-    "nf4": (TensorLayout("codes", 1, 2, torch.uint8), TensorLayout("scales", 1, NF4_BLOCK, torch.int32)),
-    "nf4-double": (TensorLayout("codes", 1, 2, torch.uint8), TensorLayout("scales", 1, NF4_BLOCK, torch.uint8)),
-}
-
-
-@dataclass(frozen=True)
-class Region:
-    """Rows and columns of a whole matrix."""
-
-    rows: tuple[int, int]
-    columns: tuple[int, int]
-
-    def of(self, matrix: Tensor) -> Tensor:
-        return matrix[self.rows[0] : self.rows[1], self.columns[0] : self.columns[1]]
-
-    def inside(self, outer: Region) -> Region:
-        pairs = ((self.rows, outer.rows), (self.columns, outer.columns))
-        rows, columns = ((mine[0] - other[0], mine[1] - other[0]) for mine, other in pairs)
-        return Region(rows, columns)
-
-
-def whole_blocks(form: str, region: Region, rows: int, columns: int) -> Region:
-    """The smallest region with whole blocks around a region of a matrix: what must be read to quantise it."""
-    if form == "nf4-double":
-        return Region((0, rows), (0, columns))
-    if form == "int8":
-        return Region(region.rows, (0, columns))
-    if form == "fp8":
-        return Region(_around(region.rows, rows), _around(region.columns, columns))
-    return region
-
-
-def require_whole_blocks(form: str, name: str, whole: tuple[int, int], region: Region) -> None:
-    """Raises SpecError where a block of a matrix would be cut, or where rows do not end with their blocks."""
-    cut = [
-        bound % FP8_BLOCK > 0
-        for run, size in zip((region.rows, region.columns), whole)
-        for bound in run
-        if bound < size
-    ]
-    if form == "fp8" and any(cut):
-        problem = f"{name} [{whole[0]}, {whole[1]}] would be cut inside its blocks of {FP8_BLOCK} x {FP8_BLOCK}"
-    elif form.startswith("nf4") and any(bound % NF4_BLOCK for bound in region.columns):
-        problem = f"{name} [{whole[0]}, {whole[1]}] has rows that do not divide into blocks of {NF4_BLOCK}"
-    else:
-        return
-    raise SpecError("training.base_precision", problem, "a smaller tp, or another base_precision")
-
-
-def _around(run: tuple[int, int], most: int) -> tuple[int, int]:
-    return run[0] // FP8_BLOCK * FP8_BLOCK, min(-(-run[1] // FP8_BLOCK) * FP8_BLOCK, most)
-
-
-# -- a matrix, or whole blocks of one, as codes and scales ---------------------------------------------
-
-Encoded = dict[str, Tensor]
-
-
-def encode(form: str, matrix: Tensor) -> Encoded:
-    """``matrix`` [rows, columns] in a format; of `nf4-double` also ``nested`` scales and their ``offset``."""
-    if form == "bf16":
-        return {"codes": matrix.to(torch.bfloat16).view(torch.int16)}
-    wide = matrix.float()
-    if form == "int8":
-        scales = wide.abs().amax(1, keepdim=True).clamp(min=SMALLEST) / 127
-        return {"codes": (wide / scales).round().to(torch.int8), "scales": scales.view(torch.int32)}
-    if form == "fp8":
-        blocks = _blocked(wide)
-        scales = blocks.abs().amax((1, 3)).clamp(min=SMALLEST) / LARGEST_FP8
-        scaled = (blocks / scales[:, None, :, None]).flatten(2).flatten(0, 1)[: wide.shape[0], : wide.shape[1]]
-        return {"codes": scaled.to(torch.float8_e4m3fn).view(torch.uint8), "scales": scales.view(torch.int32)}
-    blocks = wide.reshape(wide.shape[0], -1, NF4_BLOCK)
-    largest = blocks.abs().amax(-1)
-    scaled = (blocks * (1.0 / largest.clamp(min=SMALLEST))[..., None]).clamp(-1, 1)
-    bounds = _bounds(torch.tensor(NF4_CODE, device=wide.device))
-    codes = torch.bucketize(scaled.reshape(wide.shape).contiguous(), bounds, out_int32=True).to(torch.uint8)
-    packed = (codes[:, ::2] << 4) | codes[:, 1::2]
-    if form == "nf4":
-        return {"codes": packed, "scales": largest.view(torch.int32)}
-    return {"codes": packed, **_double(largest)}
-
-
-def _double(largest: Tensor) -> Encoded:
-    """Scales in eight bits around their mean, with an fp32 scale for every 256 of them (QLoRA, section 3)."""
-    offset = largest.mean()
-    flat = (largest - offset).flatten()
-    padded = F.pad(flat, (0, -len(flat) % NESTED_BLOCK)).view(-1, NESTED_BLOCK)
-    nested = padded.abs().amax(1)
-    scaled = (padded * (1.0 / nested.clamp(min=SMALLEST))[:, None]).clamp(-1, 1)
-    codes = torch.bucketize(scaled, _bounds(torch.tensor(dynamic_code(), device=largest.device)), out_int32=True).to(
-        torch.uint8
-    )
-    return {"scales": codes.flatten()[: len(flat)].view(largest.shape), "nested": nested, "offset": offset}
-
-
-def decode(form: str, tensors: Mapping[str, Tensor], dtype: torch.dtype, nested: Tensor | None = None) -> Tensor:
-    """The matrix [rows, columns] of codes and scales; ``nested`` is the nested scale of each scale."""
-    codes = tensors["codes"]
-    if form == "bf16":
-        return codes.view(torch.bfloat16).to(dtype)
-    if form == "int8":
-        return (codes.float() * tensors["scales"].view(torch.float32)).to(dtype)
-    if form == "fp8":
-        scales = tensors["scales"].view(torch.float32)
-        wide = codes.view(torch.float8_e4m3fn).float()
-        blocks = _blocked(wide) * scales[:, None, :, None]
-        return blocks.flatten(2).flatten(0, 1)[: wide.shape[0], : wide.shape[1]].to(dtype)
-    apart = torch.stack((codes >> 4, codes & 15), -1).flatten(1)
-    if nested is None:
-        scales = tensors["scales"].view(torch.float32)
-    else:
-        scales = tensors["scale_code"][tensors["scales"].int()] * nested + tensors["offset"]
-    values = tensors["code"][apart.int()].view(codes.shape[0], -1, NF4_BLOCK) * scales[..., None]
-    return values.flatten(1).to(dtype)
-
-
-def _blocked(matrix: Tensor) -> Tensor:
-    """[blocks of rows, 128, blocks of columns, 128], padded with zeros."""
-    padded = F.pad(matrix, (0, -matrix.shape[1] % FP8_BLOCK, 0, -matrix.shape[0] % FP8_BLOCK))
-    return padded.view(padded.shape[0] // FP8_BLOCK, FP8_BLOCK, -1, FP8_BLOCK)
-
-
-def _bounds(code: Tensor) -> Tensor:
-    return (code[:-1] + code[1:]) / 2
-
-
-def _linspace(steps: int) -> Any:
-    """0.1 to 1 in fp32 with the rounding of `torch.linspace`: from both ends to the middle, rounded once."""
-    first, last = np.float32(0.1), np.float32(1)
-    step, places = np.float64((last - first) / np.float32(steps - 1)), np.arange(steps, dtype=np.float64)
-    halves = np.where(places < steps // 2, first + step * places, last - step * (steps - 1 - places))
-    return halves.astype(np.float32)
-
-
-@lru_cache(maxsize=1)
-def dynamic_code() -> tuple[float, ...]:
-    """The signed eight-bit numbers of bitsandbytes' `create_dynamic_map` (arXiv 1511.04561): the larger the exponent,
-    the more bits of fraction."""
-    values = [0.0, 1.0]
-    for exponent in range(7):
-        bounds = _linspace(2**exponent + 1)
-        means = np.float32(10 ** (exponent - 6)) * ((bounds[:-1] + bounds[1:]) / 2)
-        values += [*means.tolist(), *(-means).tolist()]
-    return tuple(sorted(values))
-
+from shardwise.models import kernels
+from shardwise.models.weight_formats import (
+    FP8_BLOCK,
+    LAYOUTS,
+    NESTED_BLOCK,
+    NF4_BLOCK,
+    NF4_CODE,
+    Encoded,
+    Region,
+    TensorLayout,
+    decode,
+    dynamic_code,
+    encode,
+    whole_blocks,
+)
 
 # -- the weight of a linear layer, or of stacked experts -----------------------------------------------
 
@@ -233,24 +65,80 @@ class StoredWeight(nn.Module):
         """The numbers that codes stand for, in the formats that list them."""
         return {name: buffer for name, buffer in self.named_buffers() if name in ("code", "scale_code")}
 
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        """The weight [rows, columns], or of experts [experts, rows, columns]."""
-        tensors, nested = {**self.tensors, **self.codes_of_values}, None
-        if self.form == "nf4-double":
-            tensors["offset"] = self.offset.repeat_interleave(self.rows, 0)
-            nested = self._nested()
-        if self.form == "fp8" and self.matrices > 1:
-            each = zip(*(tensors[name].chunk(self.matrices) for name in ("codes", "scales")))
-            return torch.stack([decode("fp8", {"codes": codes, "scales": of}, dtype) for codes, of in each])
-        matrix = decode(self.form, tensors, dtype, nested)
-        return matrix if self.matrices == 1 else matrix.view(self.matrices, self.rows, self.columns)
+    def dense(self, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
+        """The weight [rows, columns], or of experts [experts, rows, columns].
 
-    def _nested(self) -> Tensor:
-        """The nested scale of each of the scales here; they were grouped along the rows of the whole matrix."""
-        across, device = self.whole[1] // NF4_BLOCK, self.nested.device
-        rows = torch.arange(*self.region.rows, device=device)[:, None] * across
-        columns = torch.arange(*(bound // NF4_BLOCK for bound in self.region.columns), device=device)
-        return self.nested[:, (rows + columns) // NESTED_BLOCK].flatten(0, 1)
+        Only ``after`` a tensor is there: else a compiler would keep what the forward pass made for the backward pass.
+        """
+        tensors = [*self.tensors.values(), *(buffer for _, buffer in self.named_buffers())]
+        if self.form == "bf16":
+            made = tensors[0].view(torch.bfloat16).to(dtype).view(self.matrices, self.rows, self.columns)
+        else:
+            shape = [self.matrices, self.rows, self.columns, self.whole[1]]
+            first = [self.region.rows[0], self.region.columns[0]]
+            made = made_of_codes(self.form, tensors, shape + first, dtype, [] if after is None else [after])
+        return made if self.matrices > 1 else made[0]
+
+
+def _kernel_runs_on(device: torch.device, form: str) -> bool:
+    if form == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        return False  # Triton has no E4M3 there
+    return kernels.run_on(device)
+
+
+@torch.library.custom_op("shardwise::made_of_codes", mutates_args=())
+def made_of_codes(
+    form: str, tensors: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, after: Sequence[Tensor]
+) -> Tensor:
+    """The matrices of a `StoredWeight`, from its tensors and then its buffers, in their order.
+
+    ``shape``: matrices, rows, columns; then columns of the whole, and of it the first row and column that are here.
+    """
+    if dtype == torch.float64 or not _kernel_runs_on(tensors[0].device, form):
+        return _plainly_made(form, tensors, shape, dtype)
+    from shardwise.models import triton_kernels
+
+    matrices, rows, columns, across, first_row, first_column = shape
+    codes, scales, *listed = (tensor.contiguous() for tensor in tensors)
+    result = torch.empty((matrices, rows, columns), dtype=dtype, device=codes.device)
+    if form in ("fp8", "int8"):
+        height, width, most = (FP8_BLOCK, FP8_BLOCK, 1) if form == "fp8" else (1, triton_kernels.INT8_BLOCK, 0)
+        tiles = -(-rows // height)
+        triton_kernels.made_of_bytes[(matrices * tiles, -(-columns // width))](
+            codes.view(torch.float8_e4m3fn) if form == "fp8" else codes, scales.view(torch.float32), result, rows,
+            columns, tiles, scales.shape[1], STEP=most, HEIGHT=height, WIDTH=width, num_warps=8,
+        )  # fmt: skip
+        return result
+    count, double = result.numel() // NF4_BLOCK, form == "nf4-double"
+    code, scale_code, nested, offset = listed if double else [listed[0]] * 4
+    triton_kernels.made_of_nf4[(-(-count // triton_kernels.NF4_SCALES),)](
+        codes, scales if double else scales.view(torch.float32), result, code, scale_code, nested, offset, count, rows,
+        columns // NF4_BLOCK, across // NF4_BLOCK, first_row, first_column // NF4_BLOCK, nested.shape[-1],
+        DOUBLE=double, SCALES=triton_kernels.NF4_SCALES, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return result
+
+
+@made_of_codes.register_fake
+def _(
+    form: str, tensors: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, after: Sequence[Tensor]
+) -> Tensor:
+    return tensors[0].new_empty(list(shape[:3]), dtype=dtype)
+
+
+def _plainly_made(form: str, tensors: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    matrices, rows, columns, across, first_row, first_column = shape
+    named = dict(zip(("codes", "scales", "code", "scale_code"), tensors))
+    nested = None
+    if form == "nf4-double":  # scales were grouped along the rows of the whole matrix
+        groups, named["offset"] = tensors[4], tensors[5].repeat_interleave(rows, 0)
+        row = torch.arange(first_row, first_row + rows, device=groups.device)[:, None] * (across // NF4_BLOCK)
+        column = torch.arange(first_column // NF4_BLOCK, (first_column + columns) // NF4_BLOCK, device=groups.device)
+        nested = groups[:, (row + column) // NESTED_BLOCK].flatten(0, 1)
+    if form == "fp8":
+        each = zip(*(named[name].chunk(matrices) for name in ("codes", "scales")))
+        return torch.stack([decode(form, {"codes": codes, "scales": scales}, dtype) for codes, scales in each])
+    return decode(form, named, dtype, nested).view(matrices, rows, columns)
 
 
 Read = Callable[[int, Region], Tensor]  # of which matrix, and what of it
@@ -264,30 +152,35 @@ def fill_stored(stored: StoredWeight, read: Read, local: Callable[[Tensor], tupl
     """
     for name, code in stored.codes_of_values.items():
         code.copy_(torch.tensor(NF4_CODE if name == "code" else dynamic_code()))
-    for layout in LAYOUTS[stored.form]:
-        tensor, first = local(getattr(stored, layout.name))
-        each = len(getattr(stored, layout.name)) // stored.matrices  # rows of one matrix
-        for matrix in range(stored.matrices):
+    for matrix in range(stored.matrices):
+        encoded: dict[Region, Encoded] = {}  # codes and scales are mostly of the same rows
+        for layout in LAYOUTS[stored.form]:
+            tensor, first = local(getattr(stored, layout.name))
+            each = len(getattr(stored, layout.name)) // stored.matrices  # rows of one matrix
             start, stop = (min(max(row - matrix * each, 0), each) for row in (first, first + len(tensor)))
             if start < stop:
-                value = _encoded(stored, layout, read, matrix, (start, stop))
+                here = _rows_of(stored, layout, start, stop)
+                outer = whole_blocks(stored.form, here, *stored.whole)
+                if outer not in encoded:
+                    encoded[outer] = encode(stored.form, read(matrix, outer), tensor.device)
                 at = matrix * each + start - first
+                value = _part(encoded[outer][layout.name], layout, here.inside(outer))
                 tensor[at : at + stop - start] = value.to(tensor.device)
+        for codes in encoded.values():
+            if "nested" in codes:
+                stored.nested[matrix], stored.offset[matrix] = codes["nested"], codes["offset"]
 
 
-def _encoded(stored: StoredWeight, layout: TensorLayout, read: Read, matrix: int, rows: tuple[int, int]) -> Tensor:
-    """Some rows of one of the tensors."""
-    begin = stored.region.rows[0]
-    last = stored.region.rows[1]
-    here = Region((begin + rows[0] * layout.rows, min(begin + rows[1] * layout.rows, last)), stored.region.columns)
-    outer = whole_blocks(stored.form, here, *stored.whole)
-    encoded = encode(stored.form, read(matrix, outer))
-    if "nested" in encoded:
-        stored.nested[matrix] = encoded["nested"].to(stored.nested.device)
-        stored.offset[matrix] = encoded["offset"].to(stored.offset.device)
-    inner, unit = here.inside(outer), layout.columns
+def _rows_of(stored: StoredWeight, layout: TensorLayout, start: int, stop: int) -> Region:
+    """What some rows of one of the tensors of a matrix stand for."""
+    begin, end = stored.region.rows
+    return Region((begin + start * layout.rows, min(begin + stop * layout.rows, end)), stored.region.columns)
+
+
+def _part(encoded: Tensor, layout: TensorLayout, inner: Region) -> Tensor:
+    unit = layout.columns
     columns = slice(inner.columns[0] // unit, -(-inner.columns[1] // unit)) if unit else slice(None)
-    return encoded[layout.name][inner.rows[0] // layout.rows : -(-inner.rows[1] // layout.rows), columns]
+    return encoded[inner.rows[0] // layout.rows : -(-inner.rows[1] // layout.rows), columns]
 
 
 # -- products with a weight that is made anew for the backward pass ------------------------------------
@@ -314,4 +207,4 @@ class _StoredProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient @ ctx.stored.dense(gradient.dtype), None
+        return gradient @ ctx.stored.dense(gradient.dtype, after=gradient), None

@@ -226,3 +226,50 @@ def scaled(tensor, factor, result, elements, BLOCK: tl.constexpr):
     there = place < elements - start
     values = tl.load(tensor + start + place, mask=there, other=0.0) * tl.load(factor)
     tl.store(result + start + place, values.to(result.dtype.element_ty), mask=there)
+
+
+# -- Weights made of codes and scales (see `weight_formats`), in the arithmetic of its `decode` ----
+
+INT8_BLOCK = 2048  # elements of a row
+NF4_SCALES = 64  # of a program, each for 64 elements
+
+
+@triton.jit
+def made_of_bytes(
+    codes, scales, result, rows, columns, tiles, scale_columns, STEP: tl.constexpr, HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """A tile with one scale. ``tiles``: rows of them in a matrix; ``STEP``: scales from a tile to the next in a row."""
+    tile = tl.program_id(0)
+    row = tile % tiles * HEIGHT + tl.arange(0, HEIGHT)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    place = ((tile // tiles).to(tl.int64) * rows + row)[:, None] * columns + column[None, :]
+    scale = tl.load(scales + tile.to(tl.int64) * scale_columns + tl.program_id(1) * STEP)
+    values = tl.load(codes + place, mask=inside).to(tl.float32) * scale
+    tl.store(result + place, values.to(result.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def made_of_nf4(
+    codes, scales, result, code, scale_code, nested, offset, count, rows, width, across, first_row, first_column,
+    groups, DOUBLE: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """``count`` blocks of 64, ``width`` of them in a row here and ``across`` in one of the whole matrix."""
+    place = tl.program_id(0) * SCALES + tl.arange(0, SCALES)
+    there = place < count
+    if DOUBLE:
+        row = place // width
+        whole_row = (first_row + row % rows).to(tl.int64)
+        group = row // rows * groups + (whole_row * across + first_column + place % width) // 256
+        narrow = tl.load(scales + place, mask=there, other=0).to(tl.int32)
+        around = tl.load(offset + row // rows, mask=there, other=0.0)
+        scale = tl.load(scale_code + narrow) * tl.load(nested + group, mask=there, other=0.0) + around
+    else:
+        scale = tl.load(scales + place, mask=there, other=0.0)
+    block = place.to(tl.int64)[:, None]
+    pairs = tl.load(codes + block * 32 + tl.arange(0, 32)[None, :], mask=there[:, None], other=0).to(tl.int32)
+    apart = tl.join(tl.load(code + (pairs >> 4)), tl.load(code + (pairs & 15)))
+    values = tl.reshape(apart, (SCALES, 64)) * scale[:, None]
+    to = result + block * 64 + tl.arange(0, 64)[None, :]
+    tl.store(to, values.to(result.dtype.element_ty), mask=there[:, None])

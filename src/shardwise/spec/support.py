@@ -12,7 +12,7 @@ from shardwise.spec import schedules
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 from shardwise.spec.schedules import ScheduleRecord
-from shardwise.spec.techniques import OF_MODEL, TECHNIQUES, techniques
+from shardwise.spec.techniques import OF_MODEL, techniques
 from shardwise.spec.training import OPTIMIZERS
 
 # The matrix has every technique and every pair that does not simply run. What is not in it runs:
@@ -234,9 +234,6 @@ MATRIX: tuple[Finding, ...] = (
     *_each("dora + base-fp8|base-nf4-double", "priced only",
            "lengths begin from rows whose scales other ranks may hold", "base_precision: nf4, or method: lora",
            "training.base_precision"),
-    *_each("compile + " + "|".join(name for name in TECHNIQUES if name.startswith("base-")), "needs",
-           "weights are made of their codes between kernels", "compile: false, or base_precision: computed",
-           "training.compile", False),
     *_each("reference-copy", "priced only", "this engine's reference is the same weights, without adapters",
            "adapters, and nothing else trained", "training.preference"),
     *_each("dpo + mtp", "priced only", "answers are compared by the next token alone", "mtp_layers: 0",

@@ -15,7 +15,7 @@ from models.families import saved
 from models.shapes import tokens
 from shardwise.models import Decoder
 from shardwise.models.huggingface.folder import SINGLE, open_folder
-from shardwise.models.stored import NF4_CODE, dynamic_code, encode
+from shardwise.models.weight_formats import NF4_CODE, dynamic_code, encode
 from shardwise.spec.errors import SpecError
 
 
