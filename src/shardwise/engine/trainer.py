@@ -197,9 +197,10 @@ class Trainer(ABC, Generic[Given]):
         return norm
 
     def _forget_casts(self) -> None:
-        """Weights may have changed since they were cast; the first microbatch casts them again."""
+        """Trained weights may have changed since they were cast; the first microbatch casts them again."""
         for cast in self.in_fp8:
-            cast.forms = None
+            if cast.is_trained:
+                cast.forms = None
         if self.delayed is not None:
             self.delayed.begin_step()
         self.data.before_step()

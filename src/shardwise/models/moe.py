@@ -112,7 +112,7 @@ def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     are undefined.
     """
     product = _grouped(rows, matrices, ends)
-    return _DenseGradient.apply(product) if rows.dtype == torch.bfloat16 else product  # type: ignore[no-untyped-call, no-any-return]
+    return _DenseGradient.apply(product) if rows.dtype == torch.bfloat16 else product  # type: ignore[no-untyped-call]
 
 
 def _grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:

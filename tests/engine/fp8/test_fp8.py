@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -23,12 +25,15 @@ from engine.fp8.cases import (
     parts_here,
     trained,
 )
+from engine.parity import check
 from engine.workers import on_ranks
 from shardwise.engine.fp8.apply import apply_fp8
 from shardwise.engine.fp8.linear import ScaledProducts, fp8_cast, fp8_largest, fp8_product
 from shardwise.engine.fp8.scaling import E4M3, E5M2, LARGEST, Form, cast, format_of
 from shardwise.measure.verify import FP8_BOUNDS
 from shardwise.spec.errors import SpecError
+from shardwise.spec.fine_tuning import Adapters
+from shardwise.spec.job import Job
 from shardwise.spec.support import verdict
 
 FAKE: dict[str, Any] = {"test_utils": "test_faketensor"}  # the others multiply what is returned, which FP8 cannot
@@ -270,6 +275,38 @@ def test_routed_experts_stay_in_bf16() -> None:
     experts = {"moe": {"experts": 4, "top_k": 2, "ffn": 128, "shared_ffn": 128}}
     ((first, _),) = on_ranks(1, counts, job_of("fp8-blockwise", model=experts))
     assert first == (2 * 4, 2 * 2 * (4 + 4), 2 * 2 * (7 + 4 + 4))
+
+
+# -- adapters ----------------------------------------------------------------------------------------
+
+
+def adapted(job: Job) -> Job:
+    return replace(job, training=replace(job.training, adapters=Adapters(rank=4, alpha=8)))
+
+
+def test_frozen_weights_are_cast_once_and_have_no_weight_products() -> None:
+    """Below the first layer's adapters nothing needs a gradient: one group of layers there has no backward pass."""
+    ((first, second),) = on_ranks(1, counts, adapted(job_of("fp8")))
+    assert first == (2 * 4, *second[1:])
+    assert second == (0, 2 * (2 * (4 + 4) - 1), 2 * (2 * (7 + 4) - 1))
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(
+    ("precision", "strategy"),
+    [
+        ("fp8", {"tp": 2, "sequence_parallel": True, "dp": 2}),
+        ("fp8-blockwise", {"dp": 2, "zero": 3}),
+        ("fp8-delayed", {"pp": 2, "schedule": "1f1b"}),
+        ("fp8-rowwise", {"tp": 2, "recompute": "full"}),
+        ("fp8", {"dp": 2, "zero": 3, "recompute": "selective"}),
+        ("fp8-delayed", {"tp": 2, "dp": 2, "zero": 1}),
+    ],
+)
+def test_adapters_beside_fp8_layers_equal_one_process(precision: str, strategy: dict[str, Any]) -> None:
+    check(
+        adapted(job_of(precision, math.prod(strategy.get(each, 1) for each in ("tp", "dp", "pp")), **strategy)), steps=2
+    )
 
 
 # -- refused -----------------------------------------------------------------------------------------

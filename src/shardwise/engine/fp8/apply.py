@@ -22,9 +22,11 @@ from shardwise.engine.labels import Called
 from shardwise.engine.mesh import Mesh
 from shardwise.engine.patterns import Patterns, matching
 from shardwise.engine.profiler_ranges import sent
-from shardwise.engine.tensor.linear import RowLinear, is_linear
+from shardwise.engine.tensor.linear import RowLinear, is_linear, narrow_move
 from shardwise.engine.torch_private import local_shard
 from shardwise.layout.sharding import gathers_in_fp8
+from shardwise.models.adapters import Move, adapter_of, with_adapters
+from shardwise.models.mlp import as_they_are
 from shardwise.spec.errors import SpecError
 
 # -- Weights that ZeRO-3 gathers in FP8, one byte per element ---------------------------------------
@@ -164,8 +166,10 @@ class WeightsInFp8:
     gathered in FP8 (``gathered``) are used as they are.
     """
 
-    def __init__(self, layers: Sequence[Any], products: ScaledProducts) -> None:
+    def __init__(self, layers: Sequence[Any], products: ScaledProducts, move: Move = as_they_are) -> None:
         self.layers, self.products = tuple(layers), products
+        self.move = move  # the narrow vectors of adapters, to where the layers multiply
+        self.is_trained = any(layer.weight.requires_grad for layer in self.layers)
         self.forms: list[Tensor] | None = None
         self.gathered: tuple[GatheredWeight, ...] = ()
         self.delayed: DelayedLargest | None = None  # None: scales are current
@@ -174,6 +178,8 @@ class WeightsInFp8:
 
     def __call__(self, hidden: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
         outputs = self._outputs(hidden, [layer.weight for layer in layers])
+        if any(map(adapter_of, layers)):
+            return with_adapters(outputs, hidden, layers, self.move)
         return tuple(output if layer.bias is None else output + layer.bias for output, layer in zip(outputs, layers))
 
     def single(self, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -215,7 +221,9 @@ def apply_fp8(stage: nn.Module, mesh: Mesh, patterns: Patterns, scaling: str) ->
     if any(True for _ in matching(stage, patterns.experts)):
         _logger.info("routed experts stay in bf16: only the other linear layers are multiplied in FP8")
     for _, layer in matching(stage, patterns.layers):
-        casts = list(_of_layer(layer, products, ScaledProducts(scaling, outputs_over=group, entry=entry)))
+        of_projections = ScaledProducts(scaling, outputs_over=group, entry=entry)
+        move = as_they_are if group is None else narrow_move(group, strategy.sequence_parallel)
+        casts = list(_of_layer(layer, products, of_projections, move))
         setattr(layer, _CASTS, casts)
         if kept:
             layer.register_forward_pre_hook(_cast_before)
@@ -237,14 +245,14 @@ def _named(
 
 
 def _of_layer(
-    layer: nn.Module, products: dict[nn.Module, ScaledProducts], of_projections: ScaledProducts
+    layer: nn.Module, products: dict[nn.Module, ScaledProducts], of_projections: ScaledProducts, move: Move
 ) -> Iterable[WeightsInFp8]:
     together = set()
     region: Any
     for region in layer.modules():
         maps = region.projections() if hasattr(region, "projections") else ()
         if maps:
-            casts = WeightsInFp8(maps, of_projections)
+            casts = WeightsInFp8(maps, of_projections, move)
             region.project = casts
             together.update(maps)
             yield casts
@@ -298,7 +306,7 @@ def widen_gradients(casts: Iterable[WeightsInFp8]) -> None:
     """Makes matmuls write weight gradients in fp32 where they are accumulated in fp32."""
     for cast in casts:
         weights = [layer.weight for layer in cast.layers]
-        if all(takes_wide_gradients(weight) for weight in weights):
+        if cast.is_trained and all(takes_wide_gradients(weight) for weight in weights):
             cast.has_wide_gradients, cast.stand_ins = True, [stand_in(weight) for weight in weights]
 
 

@@ -286,13 +286,14 @@ class _ScaledProducts(torch.autograd.Function):
         gathered = entry == "gathered"
         ctx.scaling, ctx.inputs_over, ctx.outputs_over, ctx.entry = scaling, inputs_over, outputs_over, entry
         ctx.count, ctx.are_cast, ctx.each, ctx.delayed = count, len(forms) > 0, each, delayed
-        ctx.wide_gradients = wide_gradients
+        ctx.wide_gradients, ctx.trained = wide_gradients, ctx.needs_input_grad[9 : 9 + count]
         whole = start_gather(hidden, outputs_over).wait() if gathered and outputs_over is not None else hidden
         rows = whole.flatten(0, -2)
         largest = _largest([rows], scaling, False, inputs_over)
         if delayed is not None:
             largest = [delayed(INPUTS, largest[0], any(ctx.needs_input_grad))]
-        values, scales, turned, turned_scales = fp8_cast([rows], largest, scaling, False, False, True, not gathered)
+        keeps = any(ctx.trained)  # the input, which only weight gradients read
+        values, scales, *forms_kept = fp8_cast([rows], largest, scaling, False, False, True, keeps and not gathered)
         if each:
             of_weights = [Form(*both, square) for both in zip(forms[:count], forms[count:])]
         else:
@@ -302,7 +303,7 @@ class _ScaledProducts(torch.autograd.Function):
             of_weights = [stacked.rows(start, stop) for start, stop in zip([0, *ends], ends)]
         if not torch.compiler.is_compiling():
             ctx.deferrable, ctx.weights = may_defer(), weights
-        kept = (hidden,) if gathered else (turned, turned_scales)
+        kept = (hidden if keeps else hidden.new_empty(0),) if gathered else forms_kept
         ctx.save_for_backward(*kept, *(forms if each else forms[2:] if forms else weights))
         inputs = Form(values, scales)
         outputs = (product(inputs, weight, hidden.dtype, True) for weight in of_weights)
@@ -314,12 +315,13 @@ class _ScaledProducts(torch.autograd.Function):
         gathered = ctx.entry == "gathered"
         kept, others = (saved[:1], saved[1:]) if gathered else (saved[:2], saved[2:])
         waits = not torch.compiler.is_compiling() and ctx.deferrable and is_deferring()
-        early = start_gather(kept[0], group) if gathered and not waits else None
+        trained = any(ctx.trained)
+        early = start_gather(kept[0], group) if trained and gathered and not waits else None
         flat = [gradient.flatten(0, -2) for gradient in gradients]
         largest = _largest(flat, scaling, False, group)
         if ctx.delayed is not None:
             largest = [ctx.delayed(GRADIENTS, largest[0])]
-        values, scales, turned, turned_scales = fp8_cast(flat, largest, scaling, True, False, True, True)
+        values, scales, turned, turned_scales = fp8_cast(flat, largest, scaling, True, False, True, trained)
         dtype, widths = flat[0].dtype, [gradient.shape[1] for gradient in flat]
         pending = of_hidden = None
         if ctx.needs_input_grad[0]:
@@ -345,7 +347,9 @@ class _ScaledProducts(torch.autograd.Function):
             gradient = product(Form(turned, turned_scales), Form(inputs[0], inputs[1]), wanted, False)
             return torch.split(gradient, widths)
 
-        weight_gradients = defer(of_weights, *ctx.weights) if waits else of_weights()
+        weight_gradients: Sequence[Tensor | None] = [None] * ctx.count
+        if trained:
+            weight_gradients = defer(of_weights, *ctx.weights) if waits else of_weights()
         of_hidden = pending.wait() if pending else of_hidden
         unread = len(ctx.needs_input_grad) - 9 - ctx.count
         return (of_hidden, *(None,) * 8, *weight_gradients, *(None,) * unread)
