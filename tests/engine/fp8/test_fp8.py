@@ -24,6 +24,7 @@ from engine.fp8.cases import (
     own_network,
     parts_here,
     trained,
+    wide_bytes_in_use,
 )
 from engine.parity import check
 from engine.workers import on_ranks
@@ -289,6 +290,10 @@ def test_frozen_weights_are_cast_once_and_have_no_weight_products() -> None:
     ((first, second),) = on_ranks(1, counts, adapted(job_of("fp8")))
     assert first == (2 * 4, *second[1:])
     assert second == (0, 2 * (2 * (4 + 4) - 1), 2 * (2 * (7 + 4) - 1))
+
+
+def test_of_frozen_weights_only_the_casts_are_kept() -> None:
+    assert on_ranks(1, wide_bytes_in_use, adapted(job_of("fp8"))) == [0] < on_ranks(1, wide_bytes_in_use, job_of("fp8"))
 
 
 @pytest.mark.quick(2)

@@ -99,6 +99,8 @@ def _sizes(job: Job) -> _Sizes:
     region = tokens / strategy.tp if strategy.sequence_parallel else tokens
     separate = job.model.gated and job.stack.gated_activation == "separate"
     element, linear_input = recipe.activation, recipe.linear_input
+    if job.training.adapters:  # which read inputs that are not cast
+        linear_input = element
     gate_input = element
     outputs: tuple[float, ...] = (linear_input, element)
     if job.stack.saved_activations == "8-bit" and recipe.compute == "fp8":

@@ -38,7 +38,9 @@ def adapter_bytes(job: Job, element: float, *, moe: bool) -> float:
             if adapters.dropout:
                 inputs = matrix.inputs * (matrix.share(ranks) if matrix.split == "row" else 1)
                 kept += rows * inputs * (element + 1)
-            if adapters.method == "dora":
+            # Of a compiled layer's gate and up, their lengths are multiplied once more: only the products are kept.
+            again = job.training.compile and matrix.role in (MatrixRole.GATE, MatrixRole.UP)
+            if adapters.method == "dora" and not again:
                 outputs = matrix.outputs * (matrix.share(ranks) if matrix.split == "column" else 1)
                 kept += rows * outputs * element
     return kept * tuning.adapted_share(layers_of_kind(model, moe=moe))

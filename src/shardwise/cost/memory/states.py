@@ -117,6 +117,8 @@ def frozen_bytes(matrices: Any, others: Any, recipe: Recipe, sharding: Sharding,
     each, other = recipe.weight + recipe.copies, recipe.plain_weight
     if recipe.base is not None:
         each, other = recipe.base, min(other, 2)
+    elif recipe.fp32_shards and recipe.copies:  # this engine keeps only what is multiplied, or what is gathered
+        each = select((sharding.zero >= 3) & (shards > 1), recipe.weight, recipe.copies)
     weights = (matrices * each + others * other) / divided
     leaving = weights * sharding.offload.weights
     return StateBytes(weights - leaving, 0.0, 0.0, leaving)

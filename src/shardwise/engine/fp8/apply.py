@@ -145,7 +145,7 @@ class GatherScales:
 
 
 def drop_wide_weights(layers: Iterable[nn.Module]) -> None:
-    """Frees the memory of gathered parameters, which nothing reads."""
+    """Frees the memory of weights whose wide values nothing reads."""
     for layer in layers:
         storage = layer.weight.untyped_storage()  # type: ignore[operator]
         if storage.nbytes():
@@ -194,9 +194,11 @@ class WeightsInFp8:
 
     @torch.no_grad()
     def cast(self) -> None:
-        """Makes the forms, unless they are there."""
+        """Makes the forms, unless they are there; of frozen weights nothing else is read from then on."""
         if self.forms is None:
             self.forms = self.products.weight_forms([layer.weight for layer in self.layers])
+            if not self.is_trained:
+                drop_wide_weights(self.layers)
 
 
 def apply_fp8(stage: nn.Module, mesh: Mesh, patterns: Patterns, scaling: str) -> None:
