@@ -27,7 +27,7 @@ OURS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (("turns", 2), ("seq", 4096), ("batch", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--theirs", nargs=2, metavar=("LIGER", "CHECKPOINTED"), help="one run of peft, in this process")
@@ -89,7 +89,7 @@ def theirs(batch: int, seq: int, liger: bool, checkpointed: bool) -> Any:
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], fused=True)
     taken = []
     for _ in range(WARM_UP + STEPS):
-        tokens = torch.randint(SHAPE["vocab_size"], (batch, seq), device="cuda")  # type: ignore[call-overload]
+        tokens = torch.randint(SHAPE["vocab_size"], (batch, seq), device="cuda")
         torch.cuda.synchronize()
         start = time.perf_counter()
         model(input_ids=tokens, labels=tokens).loss.backward()
