@@ -18,6 +18,7 @@ from shardwise.planner.plan import GROUPS, Plan, plan, ranked, said_by_a_framewo
 from shardwise.planner.request import Request
 from shardwise.report.plan import _ranking
 from shardwise.report.plan_data import ranked_data
+from shardwise.spec.job import Job
 from shardwise.spec.less_communication import Compression, Synchronise
 from shardwise.spec.strategy import Offload, Overlap, Strategy
 from shardwise.uncertainty.residuals import error_bar, noise_of
@@ -219,3 +220,11 @@ def test_words_leave_out_what_makes_no_difference() -> None:
         {"dispatch": "deduplicated"},
     ):
         assert strategy_words(plain.unchecked(**idle)) == strategy_words(plain) == "dp 8 · ZeRO-1 · microbatch 1"
+
+
+def test_one_device_has_one_layout_of_which_other_forms_fit() -> None:
+    found = plan(
+        Request(Job.from_dict({"model": "gpt2", "cluster": "laptop:1", "training": {"seq": 512, "global_batch": 4}}))
+    )
+    assert len(found.rows) == 1 and found.search.fitting > 1
+    assert explain(found).sentence().endswith("One device has no other layout.")

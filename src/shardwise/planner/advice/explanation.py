@@ -233,7 +233,7 @@ class PlanExplanation:
 
     def _next(self) -> str:
         if self.second is None:
-            return "No other layout fits."
+            return "One device has no other layout." if self.first.job.strategy.world == 1 else "No other layout fits."
         text = f"The next, {strategy_words(self.second.job.strategy)}, "
         if self.group == "within noise":
             more = self.second.margin_bytes - self.first.margin_bytes
