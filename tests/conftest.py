@@ -35,7 +35,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Durations(write=config.getoption("--write-durations")), "shardwise-durations")
+    if not config.getoption("--hypothesis-profile"):  # which would try more examples than the kept durations are of
+        config.pluginmanager.register(Durations(write=config.getoption("--write-durations")), "shardwise-durations")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does not name

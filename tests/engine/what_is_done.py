@@ -36,7 +36,7 @@ def operators_of(job: Job, rank: int = 0) -> tuple[str, ...]:
         engine.compress(True)
         log = _Log()
         with log:
-            engine.step(_batch(job))
+            engine.step(_batch(job, len(engine.rows)))
         groups = [f"{name}: {ranks}" for name in GROUPS if (ranks := _ranks(engine, name))]
         held = [f"{one.name} {tuple(one.parameter.shape)} {one.parameter.dtype}" for one in engine.parameters]
         states = [f"{name} {value.nbytes}" for of in engine.optimizer.state.values() for name, value in of.items()]
@@ -44,8 +44,8 @@ def operators_of(job: Job, rank: int = 0) -> tuple[str, ...]:
         return (*groups, *held, *states, *moved, *log.calls)
 
 
-def _batch(job: Job) -> Batch:
-    tokens = torch.zeros((job.sequences // job.strategy.data_parallel, job.training.seq), dtype=torch.int64)
+def _batch(job: Job, rows: int) -> Batch:
+    tokens = torch.zeros((rows, job.training.seq), dtype=torch.int64)
     return Batch.of(tokens, tokens.clone())
 
 

@@ -116,15 +116,16 @@ def generate(
     text; ``on_done`` with how many prompts of a file are done, and how many there are.
     """
     here = started()
-    adapters = [adapter] if isinstance(adapter, str | PathLike) else list(adapter)
+    listed = adapter if isinstance(adapter, list | tuple) else [adapter]
+    adapters = [path_text(each, "⟨adapter⟩") for each in listed]
     for path in adapters:
-        if not Path(path_text(path, "⟨adapter⟩")).is_dir():
+        if not Path(path).is_dir():
             raise SpecError("⟨adapter⟩", f"{path} is not there", "name a folder of PEFT, or a run of ours")
     request = GenerationRequest(
         str(Path(path_text(source, "source")).resolve()), model, dtype, run_device, _ranks(tp, here),
         _sampling(temperature, top_p, top_k, seed), whole_number(max_new_tokens, "⟨max_new_tokens⟩"),
         (), whole_number(batch_size, "⟨batch_size⟩"), cache=cache,
-        adapters=tuple(str(Path(path_text(one, "⟨adapter⟩")).resolve()) for one in adapters),
+        adapters=tuple(str(Path(path).resolve()) for path in adapters),
     )  # fmt: skip
     request.sampling.check()
     place = _ray_place(on_with_address(on, ray_address), here, prompt_file, wait_for_resources, replicas)

@@ -244,7 +244,9 @@ def _unbuilt(kind: CollectiveKind, name: str) -> SpecError:
 
 def _on_level(algorithm: Algorithm, kind: CollectiveKind, level: Level, size: Any, chunks: int | None) -> Schedule:
     if algorithm.build is None:
-        raise SpecError("algorithm", f"{algorithm.name} runs inside the switch", "it has a cost but no schedule")
+        raise SpecError(
+            "algorithm", f"{algorithm.name} has a price but no schedule", "choose another one to look at its messages"
+        )
     count = chunks or DEFAULT_CHUNKS
     if chunks is None and size is not None and algorithm.chunks is not None:
         count = int(algorithm.chunks(kind, level, size))

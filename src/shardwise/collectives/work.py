@@ -134,7 +134,7 @@ class Algorithm:
     name: str
     work: Callable[[CollectiveKind, Level, Size], Work]  # the closed form, for a size in bytes
     build: Callable[[CollectiveKind, Level, int], Schedule] | None = None
-    """Makes the schedule, with so many chunks; None if it runs inside the switch."""
+    """Makes the schedule, with so many chunks; None: it has a price alone, as what runs inside the switch."""
     chunks: Callable[[CollectiveKind, Level, Size], Size] | None = None
     """The best number of chunks for a size in bytes; None if the algorithm is not pipelined."""
 

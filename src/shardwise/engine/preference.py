@@ -122,6 +122,7 @@ def in_pairs(batch: Batch) -> Batch:
         seq = batch.tokens.shape[1]
         behind = torch.arange(seq, device=batch.tokens.device) >= seq // 2
         documents = behind.long().expand_as(batch.tokens).contiguous()
+        return replace(batch, documents=documents, most_documents=2)
     most = batch.most_documents or int(documents.max()) + 1
     return replace(batch, documents=documents, most_documents=most)
 

@@ -223,7 +223,12 @@ def _h2_is_exact(case: EqualStages) -> bool:
 # Every rank r holds p activations, r of which wait for their weight gradient.
 _H1_TEXT = "(2·(p−1) − min(m−1, p−1))/(3·m)"
 H1_FORMS = ClosedForms(
-    bubble=h1_bubble, in_flight=lambda p, m, v, r: min(m, p), is_exact=_h1_is_exact, pace=h1_pace, text=_H1_TEXT
+    bubble=h1_bubble,
+    in_flight=lambda p, m, v, r: min(m, p),
+    is_exact=_h1_is_exact,
+    pace=h1_pace,
+    last_end=last_rank_end,
+    text=_H1_TEXT,
 )
 H2_FORMS = ClosedForms(
     bubble=h2_bubble,
