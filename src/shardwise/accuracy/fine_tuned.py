@@ -1,0 +1,97 @@
+"""What sources of fine-tuning runs do not print: shapes of models, machines, layers with adapters, software."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.accuracy.table import Source, Variant
+
+_GATED = {"activation": "swiglu", "norm": "rmsnorm"}
+_QWEN = {**_GATED, "qkv_bias": True, "vocab": 151_936}
+_PHI = {"heads": 32, "vocab": 51_200, "parallel_block": True, "norms_per_layer": 1, "lm_head_bias": True,
+        "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True}  # fmt: skip
+_GEMMA = {"activation": "geglu", "norm": "rmsnorm", "head_dim": 256, "vocab": 256_000, "tied_embeddings": True}
+_FALCON = {"head_dim": 64, "parallel_block": True, "vocab": 65_024}
+
+# A pattern of the name and the billions of parameters beside it; a model of the catalogue or, by its config.json, a shape.
+MODELS: tuple[tuple[str, str | dict[str, Any]], ...] = (
+    ("mixtral-8x7b", "mixtral-8x7b"),
+    ("mistral", "mistral-7b"),
+    (r"llama.?3\.1.?405b", "llama3-405b"),
+    (r"llama.?3\.1.?70b", "llama3.1-70b"),
+    (r"llama.?3\.1.?8b", "llama3.1-8b"),
+    (r"llama.?3\.2.?1b", "llama3.2-1b"),
+    (r"llama.?3\.2.?3b", "llama3.2-3b"),
+    (r"llama.?3.?8b", "llama3-8b"),
+    (r"tiny-?llama", {"layers": 22, "hidden": 2048, "heads": 32, "kv_heads": 4, "ffn": 5632, "vocab": 32_000, **_GATED}),
+    (r"llama.{0,3}70b", "llama2-70b"),
+    (r"llama.{0,3}13b", "llama2-13b"),
+    (r"llama.{0,3}7b", "llama2-7b"),
+    (r"qwen-1\.8b", {"layers": 24, "hidden": 2048, "heads": 16, "ffn": 5504, **_QWEN}),
+    ("qwen-7b", {"layers": 32, "hidden": 4096, "heads": 32, "ffn": 11_008, **_QWEN}),
+    ("qwen-14b", {"layers": 40, "hidden": 5120, "heads": 40, "ffn": 13_696, **_QWEN}),
+    ("qwen-72b", {"layers": 80, "hidden": 8192, "heads": 64, "ffn": 24_576, **_QWEN}),
+    ("santacoder", {"layers": 24, "hidden": 2048, "heads": 16, "kv_heads": 1, "ffn": 8192, "vocab": 49_280,
+                    "positions": "learned", "tied_embeddings": True, "qkv_bias": True, "attention_out_bias": True,
+                    "mlp_bias": True}),
+    ("stablelm.*alpha", {"layers": 16, "hidden": 4096, "heads": 32, "ffn": 16_384, "vocab": 50_688, "qkv_bias": True,
+                         "attention_out_bias": True, "mlp_bias": True, "parallel_block": True}),
+    (r"phi-1\.5", {"layers": 24, "hidden": 2048, "ffn": 8192, **_PHI}),
+    ("phi-2", {"layers": 32, "hidden": 2560, "ffn": 10_240, **_PHI}),
+    ("phi-3-mini", {"layers": 32, "hidden": 3072, "heads": 32, "ffn": 8192, "vocab": 32_064, **_GATED}),
+    (r"gemma-2b 2\.6", {"layers": 26, "hidden": 2304, "heads": 8, "kv_heads": 4, "ffn": 9216, "norms_per_layer": 4,
+                        **_GEMMA}),
+    ("gemma-2b", {"layers": 18, "hidden": 2048, "heads": 8, "kv_heads": 1, "ffn": 16_384, **_GEMMA}),
+    ("gemma-2-9b", "gemma2-9b"),
+    ("gemma-7b", "gemma-7b"),
+    ("falcon-7b", {"layers": 32, "hidden": 4544, "heads": 71, "kv_heads": 1, "ffn": 18_176, "norms_per_layer": 1,
+                   **_FALCON}),
+    ("falcon 40b", {"layers": 60, "hidden": 8192, "heads": 128, "kv_heads": 8, "ffn": 32_768, **_FALCON}),
+    ("yi 34b", "yi-34b"),
+)  # fmt: skip
+
+# Machines that training tables do not name: a pattern, a cluster of the catalogue, and the device in its place.
+NODES: tuple[tuple[str, str, str], ...] = (
+    ("rtx 3090", "workstation-3090", ""),
+    ("rtx 4090", "workstation-4090", ""),
+    ("a6000 ada", "workstation-4090", "l40s"),
+)
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+TARGETS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("^$", ("q_proj", "v_proj")),  # PEFT's default for Llama (utils/constants.py)
+    ("^q_proj k_proj v_proj o_proj", _ATTENTION),
+    ("^linear_qkv linear_proj", ("linear_qkv", "linear_proj")),
+    ("c_attn c_proj w1 w2|^all|key value projection mlp", ("all-linear",)),
+    ("^query value|^q_proj v_proj( .tutorial.)?$", ("q_proj", "v_proj")),
+    (r"^q_proj v_proj output_proj \+ mlp", ("q_proj", "v_proj", "o_proj", "mlp")),
+)
+
+# Weights, gradients and moments in 16 bits: a model loaded in its own format, trained by torch's AdamW by its defaults.
+_ALL_16_BIT = {"masters": "none", "gradient_reduce": "bf16", "adamw": "foreach"}
+_FULL = Variant("all weights", "16-bit weights, gradients and moments", {"method": "full"}, stack=_ALL_16_BIT)
+
+SOURCES = (
+    Source("IBM fms-acceleration", "fms-acceleration", "accelerate@0.34",
+           "scenarios of its benchmarks: transformers' Trainer, models loaded in 16 bits, FSDP1", zero=3, fitted=False,
+           variants=(_FULL,)),
+    Source("Qwen README", "Qwen README", "deepspeed", "finetune.py with its DeepSpeed configurations", zero=2,
+           fitted=False, variants=(
+               Variant("single GPU", "no ZeRO on one", {"gpus": "^1$"}, version="accelerate@0.34"), _FULL)),
+    Source("LitGPT config_hub", "LitGPT config_hub", "pytorch", "yaml files: bf16-true", fitted=False, variants=(_FULL,)),
+    Source("LitGPT tutorials", "LitGPT tutorials", "pytorch", "bf16-true; FSDP with two devices or more", zero=3,
+           fitted=False, variants=(_FULL,)),
+    Source("torchtune", "torchtune", "pytorch", "recipes and configurations", zero=3, fitted=False,
+           variants=(_FULL, Variant("compiled", "compile=True", {"kernels": "compile"}, version="pytorch-compiled"))),
+    Source("Answer.AI FSDP+QLoRA", "Answer.AI", "accelerate@0.34", "train.py of fsdp_qlora: FSDP1, Llama of "
+           "transformers", zero=3, fitted=False),
+    Source("MLPerf LoRA", "llama2_70b_lora", "nemo@24.04", "NVIDIA's NeMo code: TP with SP, adapters on attention",
+           fitted=False),
+    Source("Liger-Kernel", "Liger", "accelerate@0.34", "examples/huggingface: bf16 weights, FSDP1", zero=3,
+           fitted=False, variants=(
+               _FULL, Variant("Liger", "fused kernels and loss", {"kernels": "liger"},
+                              stack={"loss": "pieces", "elementwise": "fused", "gated_activation": "fused",
+                                     "norms": "fused"}))),
+    Source("HF blog on 4 bits", "4bit-transformers", "trl@2025", "notebook of the blog", fitted=False),
+    Source("PEFT README", "PEFT README", "accelerate@0.34", "batch and length are not printed", fitted=False),
+)  # fmt: skip
