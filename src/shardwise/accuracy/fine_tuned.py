@@ -70,28 +70,62 @@ TARGETS: tuple[tuple[str, tuple[str, ...]], ...] = (
 # Weights, gradients and moments in 16 bits: a model loaded in its own format, trained by torch's AdamW by its defaults.
 _ALL_16_BIT = {"masters": "none", "gradient_reduce": "bf16", "adamw": "foreach"}
 _FULL = Variant("all weights", "16-bit weights, gradients and moments", {"method": "full"}, stack=_ALL_16_BIT)
+_PEFT = Variant("LoRA", "PEFT keeps adapters in fp32", {"method": "lora"}, stack={"adapters": "fp32"})
 
-SOURCES = (
-    Source("IBM fms-acceleration", "fms-acceleration", "accelerate@0.34",
-           "scenarios of its benchmarks: transformers' Trainer, models loaded in 16 bits, FSDP1", zero=3, fitted=False,
-           variants=(_FULL,)),
-    Source("Qwen README", "Qwen README", "deepspeed", "finetune.py with its DeepSpeed configurations", zero=2,
-           fitted=False, variants=(
-               Variant("single GPU", "no ZeRO on one", {"gpus": "^1$"}, version="accelerate@0.34"), _FULL)),
-    Source("LitGPT config_hub", "LitGPT config_hub", "pytorch", "yaml files: bf16-true", fitted=False, variants=(_FULL,)),
-    Source("LitGPT tutorials", "LitGPT tutorials", "pytorch", "bf16-true; FSDP with two devices or more", zero=3,
-           fitted=False, variants=(_FULL,)),
-    Source("torchtune", "torchtune", "pytorch", "recipes and configurations", zero=3, fitted=False,
-           variants=(_FULL, Variant("compiled", "compile=True", {"kernels": "compile"}, version="pytorch-compiled"))),
-    Source("Answer.AI FSDP+QLoRA", "Answer.AI", "accelerate@0.34", "train.py of fsdp_qlora: FSDP1, Llama of "
-           "transformers", zero=3, fitted=False),
-    Source("MLPerf LoRA", "llama2_70b_lora", "nemo@24.04", "NVIDIA's NeMo code: TP with SP, adapters on attention",
-           fitted=False),
-    Source("Liger-Kernel", "Liger", "accelerate@0.34", "examples/huggingface: bf16 weights, FSDP1", zero=3,
-           fitted=False, variants=(
-               _FULL, Variant("Liger", "fused kernels and loss", {"kernels": "liger"},
-                              stack={"loss": "pieces", "elementwise": "fused", "gated_activation": "fused",
-                                     "norms": "fused"}))),
-    Source("HF blog on 4 bits", "4bit-transformers", "trl@2025", "notebook of the blog", fitted=False),
-    Source("PEFT README", "PEFT README", "accelerate@0.34", "batch and length are not printed", fitted=False),
+_FMS = (
+    _FULL,
+    _PEFT,
+    Variant("LoRA", "lora_dropout 0.1 (scenarios.yaml)", {"method": "lora"}, fill={"dropout": "0.1"}),
+    Variant("baseline-peft-bnb", "prepare_model_for_kbit_training", {"framework": "baseline-peft"},
+            stack={"upcast_base": True}),
+    Variant("foak", "Unsloth's RMS norm, rotary embedding and cross entropy, on transformers' fp32 copy of the logits",
+            {"kernels": "foak"}, stack={"norms": "fused", "loss": "copied"}),
+    Variant("accelerated-peft, foak", "Unsloth's products with adapters", {"framework": "accelerated-peft.*foak"},
+            stack={"adapters": "fused"}),
+    Variant("liger", "Liger's loss in pieces", {"kernels": "liger"}, stack={"loss": "pieces"}),
+)  # fmt: skip
+_LITGPT = (
+    _FULL,
+    Variant("LoRA", "lora_dropout 0.05 (finetune/lora.py)", {"method": "lora"}, fill={"dropout": "0.05"}),
+    Variant("all", "chunked_cross_entropy on 16-bit logits (lit_gpt/utils.py); bitsandbytes 0.41 keeps inputs", {},
+            stack={"loss": "whole", "quantised_inputs": "kept"}),
+)  # fmt: skip
+_TORCHTUNE = (
+    Variant("compiled", "compile=True", {"kernels": "compile"}, version="pytorch-compiled"),
+    Variant("all weights", "16-bit weights, gradients and moments, fused AdamW (its configurations)",
+            {"method": "full"}, stack={**_ALL_16_BIT, "adamw": "in place"}),
+    Variant("chunked loss", "CEWithChunkedOutputLoss, the default of its configurations: compiled, of 16-bit logits",
+            {"kernels": "chunked|torch.compile"}, stack={"loss": "compiled"}),
+    Variant("memory table", "checkpointing is the default of its configurations; the A6000's rows ran without",
+            {"gradient_checkpointing": "differs", "gpu": "4090|A100"}, strategy={"recompute": "full"}),
+)  # fmt: skip
+_QWEN_README = (
+    _PEFT,
+    Variant("LoRA", "lora_dropout 0.05 (finetune.py)", {"method": "lora"}, fill={"dropout": "0.05"}),
+    Variant("LoRA on one", "no DeepSpeed", {"zero_or_fsdp": "^none"}, version="accelerate@0.34"),
+    Variant("all weights", "ds_config_zero3.json: fp32 masters and moments", {"method": "full"},
+            strategy={"zero": 3}, training={"optimizer": "adamw"}),
+    Variant("ZeRO-2", "ds_config_zero2.json", {"method": "lora", "zero_or_fsdp": "ds config"}, strategy={"zero": 2}),
+)
+_LIGER = (
+    _FULL,
+    Variant("Liger", "fused kernels and loss", {"kernels": "liger"},
+            stack={"loss": "pieces", "elementwise": "fused", "gated_activation": "fused", "norms": "fused"}),
+)  # fmt: skip
+
+SOURCES = tuple(
+    Source(name, pattern, stack, reason, zero=zero, fitted=False, variants=variants)
+    for name, pattern, stack, zero, reason, variants in (
+        ("IBM fms-acceleration", "fms-acceleration", "accelerate@0.34", 3,
+         "scripts/benchmarks: transformers' Trainer, models loaded in 16 bits, FSDP1", _FMS),
+        ("Qwen README", "Qwen README", "deepspeed", 2, "finetune.py with its DeepSpeed configurations", _QWEN_README),
+        ("LitGPT config_hub", "LitGPT config_hub", "pytorch", 3, "yaml files: bf16-true", _LITGPT),
+        ("LitGPT tutorials", "LitGPT tutorials", "pytorch", 3, "bf16-true; FSDP with two devices or more", _LITGPT),
+        ("torchtune", "torchtune", "pytorch", 3, "recipes and configurations", _TORCHTUNE),
+        ("Answer.AI FSDP+QLoRA", "Answer.AI", "accelerate@0.34", 3, "train.py: FSDP1, Llama of transformers", (_PEFT,)),
+        ("MLPerf LoRA", "llama2_70b_lora", "nemo@24.04", 1, "NVIDIA's NeMo code: TP with SP", ()),
+        ("Liger-Kernel", "Liger", "accelerate@0.34", 3, "examples/huggingface: bf16 weights, FSDP1", _LIGER),
+        ("HF blog on 4 bits", "4bit-transformers", "trl@2025", 0, "notebook of the blog", (_PEFT,)),
+        ("PEFT README", "PEFT README", "accelerate@0.34", 3, "batch and length are not printed", ()),
+    )
 )  # fmt: skip

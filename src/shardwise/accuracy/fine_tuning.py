@@ -124,7 +124,9 @@ def _training(row: TableRow) -> dict[str, Any]:
     targets = next((names for pattern, names in TARGETS if re.search(pattern, named, re.IGNORECASE)), None)
     if targets is None:
         raise SpecError("target_modules", f"{shown(named)} names no layers", "add it to fine_tuned.py")
-    fields["adapters"] = {"rank": int(rank[0]) if rank else 8, "targets": list(targets)}
+    fields["adapters"] = {
+        "rank": int(rank[0]) if rank else 8, "targets": list(targets), "dropout": row.number("dropout") or 0.0
+    }  # fmt: skip
     if "fully trained" in named:
         fields["trained"] = ["embedding", "head"]
     fields["base_precision"] = base

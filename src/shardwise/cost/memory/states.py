@@ -116,7 +116,7 @@ def frozen_bytes(matrices: Any, others: Any, recipe: Recipe, sharding: Sharding,
     divided = select(sharding.zero >= 3, shards, 1)
     each, other = recipe.weight + recipe.copies, recipe.plain_weight
     if recipe.base is not None:
-        each, other = recipe.base, min(other, 2)
+        each, other = recipe.base, recipe.frozen_plain
     weights = (matrices * each + others * other) / divided
     leaving = weights * sharding.offload.weights
     return StateBytes(weights - leaving, 0.0, 0.0, leaving)
