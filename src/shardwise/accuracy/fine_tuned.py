@@ -74,10 +74,13 @@ _PEFT = Variant("LoRA", "PEFT keeps adapters in fp32", {"method": "lora"}, stack
 
 _FMS = (
     _FULL,
+    Variant("all weights, mixed, several GPUs", "Accelerate makes fp32 shards of what FSDP trains",
+            {"method": "full", "trainable_precision": "mixed", "gpus": "^[248]"}, training={"optimizer": "adamw"},
+            version="accelerate@0.34", stack={"masters": "fp32", "gradient_reduce": "fp32"}),
     _PEFT,
     Variant("LoRA", "lora_dropout 0.1 (scenarios.yaml)", {"method": "lora"}, fill={"dropout": "0.1"}),
-    Variant("baseline-peft-bnb", "prepare_model_for_kbit_training", {"framework": "baseline-peft"},
-            stack={"upcast_base": True}),
+    Variant("baseline-peft-bnb", "prepare_model_for_kbit_training", {"framework": "baseline-peft", "gpus": "^1$"},
+            stack={"upcast_base": True}),  # FSDP flattens tensors of one format
     Variant("foak", "Unsloth's RMS norm, rotary embedding and cross entropy, on transformers' fp32 copy of the logits",
             {"kernels": "foak"}, stack={"norms": "fused", "loss": "copied"}),
     Variant("accelerated-peft, foak", "Unsloth's products with adapters", {"framework": "accelerated-peft.*foak"},
@@ -88,7 +91,7 @@ _LITGPT = (
     _FULL,
     Variant("LoRA", "lora_dropout 0.05 (finetune/lora.py)", {"method": "lora"}, fill={"dropout": "0.05"}),
     Variant("all", "chunked_cross_entropy on 16-bit logits (lit_gpt/utils.py); bitsandbytes 0.41 keeps inputs", {},
-            stack={"loss": "whole", "quantised_inputs": "kept"}),
+            stack={"loss": "whole", "quantised_inputs": "kept", "loads_whole": True}),
 )  # fmt: skip
 _TORCHTUNE = (
     Variant("compiled", "compile=True", {"kernels": "compile"}, version="pytorch-compiled"),

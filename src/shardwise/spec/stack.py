@@ -161,6 +161,13 @@ class Stack(Spec):
     quantised_inputs: Literal["kept", "freed"] = "freed"
     """Inputs of products with a quantised base, which no gradient reads: bitsandbytes kept them up to 0.41
     (autograd/_functions.py, MatMul4Bit: `ctx.tensors = (A, B)`)."""
+    hooked_inputs: bool = False
+    """Under ZeRO-3 the input of a frozen layer that is repeated, and its gradient, stay until the backward pass ends: a
+    hook of FSDP1 holds the node that accumulates the gradient (torch/distributed/fsdp/_runtime_utils.py,
+    _register_post_backward_reshard_only_hook), where checkpoints are re-entrant."""
+    loads_whole: bool = False
+    """Under ZeRO-3 every device has all weights once, beside its shards, to load a checkpoint (FSDP1's
+    summon_full_params)."""
     upcast_base: bool = False
     """What a quantised base keeps in 16 bits becomes fp32, so that hidden states between layers are too (PEFT's
     prepare_model_for_kbit_training)."""
