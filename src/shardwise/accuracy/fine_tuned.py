@@ -52,7 +52,7 @@ MODELS: tuple[tuple[str, str | dict[str, Any]], ...] = (
 
 # Machines that training tables do not name: a pattern, a cluster of the catalogue, and the device in its place.
 NODES: tuple[tuple[str, str, str], ...] = (
-    ("rtx 3090", "workstation-3090", ""),
+    ("rtx 3090", "workstation-4090", "rtx-3090"),  # the rows say: no NVLink
     ("rtx 4090", "workstation-4090", ""),
     ("a6000 ada", "workstation-4090", "l40s"),
 )
@@ -97,8 +97,8 @@ _TORCHTUNE = (
     Variant("compiled", "compile=True", {"kernels": "compile"}, version="pytorch-compiled"),
     Variant("all weights", "16-bit weights, gradients and moments, fused AdamW (its configurations)",
             {"method": "full"}, stack={**_ALL_16_BIT, "adamw": "in place"}),
-    Variant("chunked loss", "CEWithChunkedOutputLoss, the default of its configurations: compiled, of 16-bit logits",
-            {"kernels": "chunked|torch.compile"}, stack={"loss": "compiled"}),
+    Variant("chunked loss", "CEWithChunkedOutputLoss, the default of its configurations: a part's gradient takes the "
+            "place of its 16-bit logits", {"kernels": "chunked|torch.compile"}, stack={"loss": "fused"}),
     Variant("memory table", "checkpointing is the default of its configurations; the A6000's rows ran without",
             {"gradient_checkpointing": "differs", "gpu": "4090|A100"}, strategy={"recompute": "full"}),
 )  # fmt: skip
@@ -111,9 +111,13 @@ _QWEN_README = (
     Variant("ZeRO-2", "ds_config_zero2.json", {"method": "lora", "zero_or_fsdp": "ds config"}, strategy={"zero": 2}),
 )
 _LIGER = (
-    _FULL,
     Variant("Liger", "fused kernels and loss", {"kernels": "liger"},
             stack={"loss": "pieces", "elementwise": "fused", "gated_activation": "fused", "norms": "fused"}),
+)  # fmt: skip
+
+_MLPERF = (
+    Variant("DeepSpeed", "the reference code: transformers, ZeRO-3, every layer repeated", {"framework": "deepspeed"},
+            version="deepspeed", strategy={"zero": 3, "recompute": "full"}),
 )  # fmt: skip
 
 SOURCES = tuple(
@@ -126,8 +130,8 @@ SOURCES = tuple(
         ("LitGPT tutorials", "LitGPT tutorials", "pytorch", 3, "bf16-true; FSDP with two devices or more", _LITGPT),
         ("torchtune", "torchtune", "pytorch", 3, "recipes and configurations", _TORCHTUNE),
         ("Answer.AI FSDP+QLoRA", "Answer.AI", "accelerate@0.34", 3, "train.py: FSDP1, Llama of transformers", (_PEFT,)),
-        ("MLPerf LoRA", "llama2_70b_lora", "nemo@24.04", 1, "NVIDIA's NeMo code: TP with SP", ()),
-        ("Liger-Kernel", "Liger", "accelerate@0.34", 3, "examples/huggingface: bf16 weights, FSDP1", _LIGER),
+        ("MLPerf LoRA", "llama2_70b_lora", "nemo@24.04", 1, "NVIDIA's NeMo code: TP with SP, CP beyond 4", _MLPERF),
+        ("Liger-Kernel", "Liger", "accelerate@0.34", 3, "examples/huggingface: bf16 passes of fp32 shards", _LIGER),
         ("HF blog on 4 bits", "4bit-transformers", "trl@2025", 0, "notebook of the blog", (_PEFT,)),
         ("PEFT README", "PEFT README", "accelerate@0.34", 3, "batch and length are not printed", ()),
     )

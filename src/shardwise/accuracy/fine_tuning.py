@@ -87,10 +87,10 @@ def _strategy(row: TableRow, source: Source) -> dict[str, Any]:
     sharding, devices = row.text("zero_or_fsdp").lower(), row.whole("gpus")
     zero = vocabulary.zero(sharding) if "no_shard" not in sharding else 0
     checkpointing = row.text("gradient_checkpointing").lower()
-    split = re.search(r"=(\d+)", row.text("tp"))
-    tp = min(8, int(split[1])) if split else row.whole("tp", 1)
+    dp = row.whole("dp", 0, minimum=0) or devices
+    tp = min(4, devices // dp) if "=" in row.text("tp") else row.whole("tp", 1)
     fields: dict[str, Any] = {
-        "tp": tp, "dp": devices // tp, "microbatch": row.whole("micro_batch"),
+        "tp": tp, "cp": max(1, devices // dp // tp), "microbatch": row.whole("micro_batch"),
         "zero": (zero if zero is not None else source.zero) * (devices > 1),
         "recompute": "full" if checkpointing.startswith("yes") else "none",
     }  # fmt: skip
@@ -105,9 +105,10 @@ def _strategy(row: TableRow, source: Source) -> dict[str, Any]:
 def _training(row: TableRow) -> dict[str, Any]:
     method, kept, mixed = (row.text(name).lower() for name in ("method", "base_precision", "trainable_precision"))
     full, half = method == "full", "fp16" in f"{kept} {mixed}" or "float16" in mixed.split()
-    fp32 = kept.startswith("fp32")
+    fp32, micro = kept.startswith("fp32"), row.whole("micro_batch")
+    copies = row.whole("dp", 0, minimum=0) or row.whole("gpus")
     fields: dict[str, Any] = {
-        "global_batch": row.whole("gpus") * row.whole("micro_batch"),
+        "global_batch": row.whole("global_batch", 0, minimum=0) or copies * micro * row.whole("grad_accum", 1),
         "seq": _tokens(row),
         "precision": "fp8" if kept.startswith("fp8") else ("fp16" if half else "bf16"),
         "optimizer": "adam8bit" if "8bit" in row.text("optimizer").lower() else "adamw",
@@ -115,7 +116,7 @@ def _training(row: TableRow) -> dict[str, Any]:
     if full and not fp32:  # torch's AdamW has moments in the format of the weights
         fields["optimizer"] = fields["optimizer"].replace("adamw", "adamw-bf16-moments")
     if full:
-        return fields | {"global_batch": fields["global_batch"] * row.whole("grad_accum", 1)}
+        return fields
     if "lora" not in method:
         raise SpecError("method", f"{shown(method)} is not priced", "use full or LoRA")
     base = next((name for name, pattern in _BASES if re.search(pattern, kept)), "computed")
@@ -129,8 +130,7 @@ def _training(row: TableRow) -> dict[str, Any]:
     }  # fmt: skip
     if "fully trained" in named:
         fields["trained"] = ["embedding", "head"]
-    fields["base_precision"] = base
-    return fields | {"global_batch": fields["global_batch"] * row.whole("grad_accum", 1)}
+    return fields | {"base_precision": base}
 
 
 def _tokens(row: TableRow) -> int:
