@@ -58,7 +58,9 @@ class Errors:
 
 def errors(found: Sequence[float]) -> Errors | None:
     sizes = [abs(error) for error in found]
-    return Errors(len(found), statistics.mean(sizes), statistics.median(sizes), statistics.mean(found)) if found else None
+    return (
+        Errors(len(found), statistics.mean(sizes), statistics.median(sizes), statistics.mean(found)) if found else None
+    )
 
 
 def by_source(scored: Iterable[Scored]) -> dict[str, dict[str, Errors]]:
@@ -119,7 +121,9 @@ def _line(one: Scored) -> str:
     cells = " ".join(row.text(name) for name in ("method", "gpus", "micro_batch", "seq", "zero_or_fsdp", "kernels"))
     figures = [f"{one.score.time_error:+7.1%}" if one.score.time_error is not None else " " * 7]
     figures.append(f"{one.score.memory_error:+7.1%} of {memory / 2**30:5.1f}" if memory else " " * 16)
-    return f"{one.score.row_id} {' '.join(figures)} {one.fit:12} {row.text('fits'):10} {row.text('model')[-22:]} {cells}"
+    return (
+        f"{one.score.row_id} {' '.join(figures)} {one.fit:12} {row.text('fits'):10} {row.text('model')[-22:]} {cells}"
+    )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ _PHI = {"heads": 32, "vocab": 51_200, "parallel_block": True, "norms_per_layer":
 _GEMMA = {"activation": "geglu", "norm": "rmsnorm", "head_dim": 256, "vocab": 256_000, "tied_embeddings": True}
 _FALCON = {"head_dim": 64, "parallel_block": True, "vocab": 65_024}
 
-# A pattern of the name and the billions of parameters beside it; a model of the catalogue or, by its config.json, a shape.
+# A pattern of the name with the billions of parameters; a model of the catalogue or, by its config.json, a shape.
 MODELS: tuple[tuple[str, str | dict[str, Any]], ...] = (
     ("mixtral-8x7b", "mixtral-8x7b"),
     ("mistral", "mistral-7b"),
@@ -23,7 +23,7 @@ MODELS: tuple[tuple[str, str | dict[str, Any]], ...] = (
     (r"llama.?3\.2.?1b", "llama3.2-1b"),
     (r"llama.?3\.2.?3b", "llama3.2-3b"),
     (r"llama.?3.?8b", "llama3-8b"),
-    (r"tiny-?llama", {"layers": 22, "hidden": 2048, "heads": 32, "kv_heads": 4, "ffn": 5632, "vocab": 32_000, **_GATED}),
+    ("tiny-?llama", {"layers": 22, "hidden": 2048, "heads": 32, "kv_heads": 4, "ffn": 5632, "vocab": 32_000, **_GATED}),
     (r"llama.{0,3}70b", "llama2-70b"),
     (r"llama.{0,3}13b", "llama2-13b"),
     (r"llama.{0,3}7b", "llama2-7b"),
@@ -55,6 +55,8 @@ NODES: tuple[tuple[str, str, str], ...] = (
     ("rtx 3090", "workstation-4090", "rtx-3090"),  # the rows say: no NVLink
     ("rtx 4090", "workstation-4090", ""),
     ("a6000 ada", "workstation-4090", "l40s"),
+    ("a10g", "workstation-4090", "a10g"),
+    ("^t4", "workstation-4090", "t4"),
 )
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -106,8 +108,13 @@ _QWEN_README = (
     _PEFT,
     Variant("LoRA", "lora_dropout 0.05 (finetune.py)", {"method": "lora"}, fill={"dropout": "0.05"}),
     Variant("LoRA on one", "no DeepSpeed", {"zero_or_fsdp": "^none"}, version="accelerate@0.34"),
-    Variant("all weights", "ds_config_zero3.json: fp32 masters and moments", {"method": "full"},
-            strategy={"zero": 3}, training={"optimizer": "adamw"}),
+    Variant(
+        "all weights",
+        "ds_config_zero3.json: fp32 masters and moments",
+        {"method": "full"},
+        strategy={"zero": 3},
+        training={"optimizer": "adamw"},
+    ),
     Variant("ZeRO-2", "ds_config_zero2.json", {"method": "lora", "zero_or_fsdp": "ds config"}, strategy={"zero": 2}),
 )
 _LIGER = (
@@ -120,8 +127,11 @@ _MLPERF = (
             version="deepspeed", strategy={"zero": 3, "recompute": "full"}),
 )  # fmt: skip
 
+# Qwen's runs on two servers take twice as long as those on one GPU at any length: the batch of a step is not printed.
+_UNTIMED = ({"notes": r"\(multinode\)"},)
+
 SOURCES = tuple(
-    Source(name, pattern, stack, reason, zero=zero, fitted=False, variants=variants)
+    Source(name, pattern, stack, reason, zero=zero, fitted=False, untimed=_UNTIMED, variants=variants)
     for name, pattern, stack, zero, reason, variants in (
         ("IBM fms-acceleration", "fms-acceleration", "accelerate@0.34", 3,
          "scripts/benchmarks: transformers' Trainer, models loaded in 16 bits, FSDP1", _FMS),

@@ -58,7 +58,11 @@ def _job(row: TableRow, source: Source) -> Job:
     stack = stack_from(next((one.version for one in reversed(variants) if one.version), source.stack))
     strategy, training = _strategy(row, source), _training(row)
     for variant in variants:
-        stack, strategy, training = variant.on(stack), strategy | variant.strategy, training | variant.training
+        stack, strategy, training = (
+            variant.on(stack),
+            {**strategy, **variant.strategy},
+            {**training, **variant.training},
+        )
     fields = {"model": _model(row), "cluster": _cluster(row), "stack": stack}
     return Job.from_dict({**fields, "strategy": {"overlap": stack.overlap, **strategy}, "training": training})
 
