@@ -72,7 +72,8 @@ def by_source(scored: Iterable[Scored]) -> dict[str, dict[str, Errors]]:
     for source, own in groups.items():
         each = {kind: errors([error for one in own if (error := one.error(kind)) is not None]) for kind in KINDS}
         found[source] = {kind: one for kind, one in each.items() if one}
-    return {**found, "all sources equally": {kind: _mean(found.values(), kind) for kind in KINDS}}
+    kinds = [kind for kind in KINDS if any(kind in each for each in found.values())]
+    return {**found, "all sources equally": {kind: _mean(found.values(), kind) for kind in kinds}}
 
 
 def _mean(sources: Iterable[dict[str, Errors]], kind: str) -> Errors:
@@ -82,7 +83,10 @@ def _mean(sources: Iterable[dict[str, Errors]], kind: str) -> Errors:
 
 
 def room(scored: Iterable[Scored]) -> str:
-    """How many runs out of memory are told so, and how many runs that ran are told otherwise."""
+    """How many runs out of memory are told so, and how many runs that ran are told otherwise.
+
+    Tight are those that `plan` does not fill a device with: predicted to be within the error bar of its size.
+    """
     told = Counter((ran_out(one.run), one.fit) for one in scored if ran_out(one.run) is not None)
     out, ran = (sum(count for (was, _), count in told.items() if was is one) for one in (True, False))
     return (

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from shardwise.accuracy.vocabulary import cut
 from shardwise.cost.memory.activations import layer_activation_bytes, layer_saved_tensors
 from shardwise.cost.memory.device import peak_memory
 from shardwise.cost.step.prediction import predict
 from shardwise.spec import Job
+from shardwise.spec.clusters import cluster_from
 
 TOKENS, LAYERS, HIDDEN = 2 * 4096, 32, 4096
 
@@ -18,7 +20,8 @@ TOKENS, LAYERS, HIDDEN = 2 * 4096, 32, 4096
 def job(stack: dict[str, Any] | None = None, devices: int = 1, **training: Any) -> Job:
     fields: dict[str, Any] = {"seq": 4096, "global_batch": 2 * devices, "adapters": {}, "base_precision": "nf4"}
     strategy = {"microbatch": 2, "zero": 3 if devices > 1 else 0, "recompute": "full"}
-    made = Job.from_dict({"model": "mistral-7b", "cluster": f"dgx-a100:{devices}", "strategy": strategy,
+    cluster = cut(cluster_from("dgx-a100"), devices, devices)
+    made = Job.from_dict({"model": "mistral-7b", "cluster": cluster, "strategy": strategy,
                           "training": {**fields, **training}, "stack": "accelerate@0.34"})  # fmt: skip
     changes = {"loss": "pieces", "hooked_inputs": False, **(stack or {})}
     return replace(made, stack=replace(made.stack, **changes))
