@@ -145,9 +145,11 @@ def predicted_range(run: PublishedRun) -> Range | None:
     A value that changes what the report means (tokens of a step) is compared with the report as it would then be,
     and the outcome scaled to the report as it is.
     """
-    fields = [field for field in FIELDS if _is_open(run, field)]
     reported = run.reported_seconds
-    if reported is None or (not fields and not run.row.assumed):
+    if reported is None or "layers" not in run.row.cells:  # fine-tuning runs name their model
+        return None
+    fields = [field for field in FIELDS if _is_open(run, field)]
+    if not fields and not run.row.assumed:
         return None
     ratios = [
         predict(other.job).step_seconds / other.reported_seconds

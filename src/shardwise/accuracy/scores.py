@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from shardwise.accuracy import fine_tuning
 from shardwise.accuracy.ranges import Range, predicted_range
 from shardwise.accuracy.runs import PublishedRun, counts_reserved, reported_rank, run_from_row, run_rows
-from shardwise.accuracy.table import release, table_path
+from shardwise.accuracy.table import TableRow, columns_of, read_table, release, table_path
 from shardwise.cost.memory.device import memory_of_rank, peak_memory
 from shardwise.cost.memory.room import allocated_bytes, fit_of, reserved_bytes
 from shardwise.cost.step.prediction import predict
@@ -225,6 +226,8 @@ def predicted_memory(run: PublishedRun) -> float:
     """
     rank = reported_rank(run.memory_kind, run.source, run.job.strategy.pp)
     memory = peak_memory(run.job) if rank is None else memory_of_rank(run.job, rank)
+    if "nvidia-smi" in run.memory_kind:  # the whole process
+        return reserved_bytes(run.job, memory) + memory.allowance
     if counts_reserved(run.memory_kind, run.source):
         return reserved_bytes(run.job, memory)
     return allocated_bytes(run.job, memory)
@@ -291,9 +294,9 @@ def published_runs(tables: Iterable[str]) -> tuple[list[PublishedRun], list[NotS
     """The runs of tables, by name or path, that can be priced, and the rows that cannot; an error if none can."""
     runs: list[PublishedRun] = []
     refused: list[tuple[NotScored, SpecError]] = []
-    for row in (row for table in tables for row in run_rows(table_path(table))):
+    for row, read in (pair for table in tables for pair in _rows(str(table_path(table)))):
         try:
-            run = run_from_row(row)
+            run = read(row)
             predict(run.job), peak_memory(run.job)
             runs.append(run)
         except SpecError as error:
@@ -301,6 +304,14 @@ def published_runs(tables: Iterable[str]) -> tuple[list[PublishedRun], list[NotS
     if not runs:
         raise refused[0][1]
     return runs, [row for row, _ in refused]
+
+
+def _rows(path: str) -> Iterator[tuple[TableRow, Callable[[TableRow], PublishedRun]]]:
+    """Every row of a table, and what reads it as a run: of pre-training, or of fine-tuning."""
+    if set(fine_tuning.COLUMNS) <= set(columns_of(path)):
+        yield from ((row, fine_tuning.run_from_row) for row in read_table(path, fine_tuning.COLUMNS, "runs"))
+    else:
+        yield from ((row, run_from_row) for row in run_rows(path))
 
 
 @dataclass(frozen=True)

@@ -154,6 +154,23 @@ class Stack(Spec):
     gradients: Literal["kept", "made", "replaced"] = "kept"
     """Allocated from the start (`kept`); made in the backward pass, so that one microbatch's never meet all its
     activations (`made`); or made while the last step's may stay until the loss (`replaced`)."""
+    adapters: Literal["16-bit", "fp32", "fused"] = "16-bit"
+    """Adapters: products and sums in the format of the base (`16-bit`); kept in fp32 under autocast, which casts what
+    they read, before its dropout and after (`fp32`, as PEFT: tuners/lora/layer.py, _cast_input_dtype); or summed by
+    their products themselves (`fused`, as Unsloth's kernels/fast_lora.py)."""
+    quantised_inputs: Literal["kept", "freed"] = "freed"
+    """Inputs of products with a quantised base, which no gradient reads: bitsandbytes kept them up to 0.41
+    (autograd/_functions.py, MatMul4Bit: `ctx.tensors = (A, B)`)."""
+    hooked_inputs: bool = False
+    """Under ZeRO-3 the input of a frozen layer that is repeated, and its gradient, stay until the backward pass ends: a
+    hook of FSDP1 holds the node that accumulates the gradient (torch/distributed/fsdp/_runtime_utils.py,
+    _register_post_backward_reshard_only_hook), where checkpoints are re-entrant."""
+    loads_whole: bool = False
+    """Under ZeRO-3 every device has all weights once, beside its shards, to load a checkpoint (FSDP1's
+    summon_full_params)."""
+    upcast_base: bool = False
+    """What a quantised base keeps in 16 bits becomes fp32, so that hidden states between layers are too (PEFT's
+    prepare_model_for_kbit_training)."""
     expert_outputs: Literal["weighted", "kept"] = "weighted"
     """`kept` where they are weighted after they return to their tokens."""
     saved_activations: Literal["16-bit", "8-bit"] = "16-bit"
@@ -247,6 +264,10 @@ class Stack(Spec):
         is_local = zero in stages if pp > 1 else zero >= 2 and self.accumulation == "local"
         return "local" if is_local and not leave else "sharded"
 
+    def upcasts(self, recipe: Recipe) -> bool:
+        """Whether a frozen base keeps embedding, norms and head in fp32."""
+        return self.upcast_base and recipe.base is not None and recipe.base < 2
+
     def head_tensor_parallel(self, tp: int) -> int:
         """Ranks that split the output projection, of ``tp``."""
         return 1 if self.whole_ends == "both" else tp
@@ -291,7 +312,7 @@ class Stack(Spec):
 
     def stores(self, recipe: Recipe, *, whole_masters: bool = False) -> Recipe:
         """The recipe in the bytes that this stack keeps of every parameter; in fp32 those of ``whole_masters``."""
-        recipe = replace(recipe, wide_experts=not self.fp8_experts)
+        recipe = replace(recipe, wide_experts=not self.fp8_experts, frozen_plain=4 if self.upcasts(recipe) else 2)
         if self.masters == "none" and recipe.master:
             sums = 4 if self.gradient_reduce == "fp32" else recipe.weight
             return replace(recipe, gradient=recipe.weight, master=0, whole_gradient=sums)

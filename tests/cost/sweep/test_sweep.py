@@ -11,11 +11,13 @@ from hypothesis import assume, given, settings, strategies
 
 from cost.jobs import valid_jobs
 from effort import examples
+from shardwise.accuracy.vocabulary import cut
 from shardwise.cost.memory.device import device_memories, peak_memory
 from shardwise.cost.step.prediction import predict
 from shardwise.cost.sweep.columns import Group, LayerChoice, RecomputeChoice, ScheduleChoice, ShardChoice
 from shardwise.cost.sweep.price import TablePricer
 from shardwise.layout.stages import rank_kinds
+from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.stack import stack_from
@@ -133,3 +135,15 @@ def test_memory_of_other_software_too(job: Job, stack: str) -> None:
     known = stack_from(stack.removesuffix("-changed"))
     job = replace(job, stack=known.changed(update_elements=5000) if stack.endswith("-changed") else known)
     assert table_of(job)[1] == pytest.approx(peak_memory(job).total, rel=1e-14)
+
+
+@pytest.mark.parametrize("stack", [{"hooked_inputs": True}, {"loads_whole": True}, {"upcast_base": True}, {}])
+@pytest.mark.parametrize(("recompute", "devices"), [("full", 2), ("none", 2), ("full", 1)])
+def test_memory_of_frozen_weights_too(stack: dict[str, Any], recompute: str, devices: int) -> None:
+    training = {"seq": 2048, "global_batch": 2 * devices, "adapters": {}, "base_precision": "nf4"}
+    strategy = {"dp": devices, "microbatch": 2, "zero": 3 if devices > 1 else 0, "recompute": recompute}
+    cluster = cut(cluster_from("dgx-a100"), devices, devices)
+    fields = {"model": "mistral-7b", "cluster": cluster, "strategy": strategy, "training": training}
+    job = Job.from_dict({**fields, "stack": "accelerate@0.34"})
+    job = replace(job, stack=replace(job.stack, **{"hooked_inputs": False, "loss": "pieces", **stack}))
+    assert table_of(job)[1] == pytest.approx(peak_memory(job).total, rel=1e-9)

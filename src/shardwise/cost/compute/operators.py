@@ -58,6 +58,7 @@ class LayerShape:
     dropout: bool = False
     attended_share: float = 1.0  # of the keys of a whole sequence, where documents attend to themselves
     expert_rows: float = 1.0  # times those of balanced routing (`Stack.rows_of_experts`)
+    adapters: Literal["16-bit", "fp32", "fused"] = "16-bit"  # as of the `Stack`
 
 
 @dataclass(frozen=True)
@@ -168,22 +169,25 @@ def _adapters(
     """The two products beside each matrix, and what adds their result to its own; in an ``adapted`` share of layers."""
     for matrix in model.attention_matrices:
         rows = shape.region_tokens if matrix.split == "none" else shape.tokens
-        yield from _adapter(matrix, adapters, rows * adapted, shape.tp, flows)
+        yield from _adapter(matrix, adapters, shape, rows * adapted, shape.tp, flows)
     if not moe or model.moe is None:
         for matrix in model.mlp_matrices(model.ffn):
-            yield from _adapter(matrix, adapters, shape.tokens * adapted, shape.tp, flows)
+            yield from _adapter(matrix, adapters, shape, shape.tokens * adapted, shape.tp, flows)
         return
     for matrix in model.mlp_matrices(model.moe.shared_ffn) if model.moe.shared_ffn else ():
-        yield from _adapter(matrix, adapters, shape.tokens * adapted, shape.tp, flows, in_mixture=True)
+        yield from _adapter(matrix, adapters, shape, shape.tokens * adapted, shape.tp, flows, in_mixture=True)
     if adapters.experts:
         routed = shape.tokens / shape.tp * model.moe.top_k * shape.expert_tp * adapted
         for matrix in model.mlp_matrices(model.moe.ffn):
-            yield from _adapter(matrix, adapters, routed, shape.expert_tp, flows, shape.local_experts, in_mixture=True)
+            yield from _adapter(
+                matrix, adapters, shape, routed, shape.expert_tp, flows, shape.local_experts, in_mixture=True
+            )
 
 
 def _adapter(
     matrix: Matrix,
     adapters: Adapters,
+    shape: LayerShape,
     rows: float,
     ranks: int,
     flows: float,
@@ -202,8 +206,13 @@ def _adapter(
     # In 16 bit. Forward: scaled (4 bytes an output), and added to the layer's own output (6). Backward: scaled (4), and
     # the gradient of the input added to the layer's own (6). Dropout reads and writes the input, and keeps a mask (5).
     forward, backward = 10 * rows * columns, rows * (4 * columns + 6 * inner)
+    dropout = 5.0
+    if shape.adapters == "fused":  # each second product adds to what is there
+        forward, backward = 2 * rows * columns, 2 * rows * inner
+    elif shape.adapters == "fp32":  # the input is cast to fp32 and back, and so is its gradient
+        forward, backward, dropout = forward + 12 * rows * inner, backward + 12 * rows * inner, 9.0
     if adapters.dropout:
-        forward, backward = forward + 5 * rows * inner, backward + 5 * rows * inner
+        forward, backward = forward + dropout * rows * inner, backward + dropout * rows * inner
     if adapters.method == "dora":
         # PEFT's DoraLinearLayer: B·A is multiplied out, scaled, added to the weight, and its rows are measured (14
         # bytes a weight); outputs are multiplied by the ratio of lengths (10 and 8).

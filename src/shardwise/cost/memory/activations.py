@@ -174,7 +174,8 @@ def stream_element(job: Job) -> float:
 
     Embeddings are looked up in fp32 under autocast, and sums with 16-bit outputs stay so.
     """
-    return 4.0 if job.autocasts else job.training.recipe.activation
+    wide = job.autocasts or job.stack.upcasts(job.training.recipe)
+    return 4.0 if wide else job.training.recipe.activation
 
 
 def layer_copy_bytes(job: Job, *, moe: bool) -> float:

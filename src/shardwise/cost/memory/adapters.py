@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardwise.cost.compute.operators import gradient_share
 from shardwise.layout.stages import layers_of_kind
 from shardwise.spec.fine_tuning import Part
 from shardwise.spec.job import Job
@@ -12,6 +13,8 @@ def input_share(job: Job, moe: bool, part: Part, roles: tuple[MatrixRole, ...]) 
     """The share of the layers that keep the input of some matrices, for their gradients or those of their adapters."""
     tuning, layers = job.training.tuning, layers_of_kind(job.model, moe=moe)
     adapters = tuning.adapters
+    if part != "router" and tuning.base.quantised and job.stack.quantised_inputs == "kept":
+        return gradient_share(job.model, tuning)
     own = part != "experts" or (adapters is not None and adapters.experts)
     adapted = adapters is not None and own and not adapters.roles.isdisjoint(roles)
     return max(tuning.trained_share(part, layers), tuning.adapted_share(layers) if adapted else 0.0)

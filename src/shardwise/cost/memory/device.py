@@ -103,7 +103,8 @@ def memory_of_rank(job: Job, pipeline_rank: int) -> DeviceMemory:
 
 def _peak(job: Job, pipeline_rank: int) -> DeviceMemory:
     contents = rank_contents(job, pipeline_rank)
-    moments = (*memory_at_moments(job, contents).values(), memory_at_update(job, contents))
+    alone = (memory_at_update(job, contents), memory_at_load(job, contents))
+    moments = (*memory_at_moments(job, contents).values(), *alone)
     return max((memory for memory in moments if memory), key=lambda memory: memory.total)
 
 
@@ -127,6 +128,16 @@ def memory_at_update(job: Job, contents: RankContents) -> DeviceMemory | None:
     return DeviceMemory(contents.rank, **{**dict.fromkeys((*DeviceMemory.PARTS, "host"), 0.0), **parts})
 
 
+def memory_at_load(job: Job, contents: RankContents) -> DeviceMemory | None:
+    """Before the first step, where whole weights are loaded beside their shards."""
+    replicated = job.strategy.gradient_group > 1
+    (held,) = held_at(job, contents, sharding_of(job.strategy), ("layer",), replicated=replicated)
+    if not held.whole_weights:
+        return None
+    parts = {"weights": held.states.weights, "gathered": held.whole_weights, "allowance": held.allowance}
+    return DeviceMemory(contents.rank, **{**dict.fromkeys((*DeviceMemory.PARTS, "host"), 0.0), **parts})
+
+
 def _parts(memory: MomentMemory, communication: float, temporary: float) -> DeviceMemory:
     """The terms of ``memory.total``; the last two are those of the passes' transient memory."""
     held, states, absent = memory.held, memory.held.states, memory.absent
@@ -136,7 +147,7 @@ def _parts(memory: MomentMemory, communication: float, temporary: float) -> Devi
         weights=states.weights,
         gradients=states.gradients - absent.gradients,
         optimizer=states.optimizer + held.update_slots,
-        activations=memory.activations,
+        activations=memory.activations + memory.hooked,
         recomputed=recomputed - absent.recomputed,
         gathered=held.gathered - absent.left_over,
         communication=communication,

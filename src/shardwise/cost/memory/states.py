@@ -116,7 +116,7 @@ def frozen_bytes(matrices: Any, others: Any, recipe: Recipe, sharding: Sharding,
     divided = select(sharding.zero >= 3, shards, 1)
     each, other = recipe.weight + recipe.copies, recipe.plain_weight
     if recipe.base is not None:
-        each, other = recipe.base, min(other, 2)
+        each, other = recipe.base, recipe.frozen_plain
     elif recipe.fp32_shards and recipe.copies:  # this engine keeps only what is multiplied, or what is gathered
         each = select((sharding.zero >= 3) & (shards > 1), recipe.weight, recipe.copies)
     weights = (matrices * each + others * other) / divided

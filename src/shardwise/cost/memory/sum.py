@@ -177,6 +177,20 @@ class HeldMemory:
         states = self.states.weights + self.gradients_at_update + self.states.optimizer
         return states + self.allowance + self.copied_for_update
 
+    @property
+    def at_load(self) -> Any:
+        """The sum before the first step, on a stack that loads whole weights."""
+        return self.states.weights + self.whole_weights + self.allowance
+
+    @cached_property
+    def whole_weights(self) -> Any:
+        """Weights beside their shards, to load a checkpoint; 0 on other stacks."""
+        if not self.job.stack.loads_whole:
+            return 0.0
+        sharding, recipe = replace(self.sharding, zero=0), self.job.recipe
+        whole = rank_state_bytes(self.contents, sharding, recipe, self.job.training.optimizer).weights
+        return _or_zero(whole * (self.sharding.zero == 3) * (self.sharding.shards > 1))
+
     @cached_property
     def left_over(self) -> Any:
         """The part of ``gathered`` at the loss that is a gradient of an earlier backward pass."""
@@ -375,8 +389,19 @@ class MomentMemory:
         return Absent(left, reduced, growing, minimum(growing + passes.late, of_pass + unmade))
 
     @cached_property
+    def hooked(self) -> Any:
+        """Gradients of inputs of repeated layers that stay (`Stack.hooked_inputs`), as many bytes as the inputs."""
+        held, passes = self.held, self.passes
+        if self.moment == "loss" or not (held.job.stack.hooked_inputs and held.job.training.freezes):
+            return 0.0
+        sharded = (held.sharding.zero == 3) * (held.sharding.shards > 1)
+        # A layer that is repeated whole restores more than it keeps.
+        repeated = passes.recomputed * self.spread(held.contents.layers) > passes.saved
+        return self.spread(sharded * 1.0) * repeated * passes.saved
+
+    @cached_property
     def total(self) -> Any:
-        of_passes = self.activations + self.passes.others(self.moment)
+        of_passes = self.activations + self.hooked + self.passes.others(self.moment)
         return self.spread(self.held.total) + (of_passes - self.absent.total)
 
     @property

@@ -49,8 +49,9 @@ def layer_shape(job: Job, context_rank: int | None = None) -> LayerShape:
         attended = lengths.attended_share(seq)
     elif lengths is not None:
         seq = round(seq * lengths.computed_share(seq, strategy.microbatch))
-    rows = job.stack.rows_of_experts(job.model)
-    return LayerShape(tokens, region, seq, strategy.tp, shards, zigzag, rank, experts, dropout, attended, rows)
+    rows, adapters = job.stack.rows_of_experts(job.model), job.stack.adapters
+    of_layers = (shards, zigzag, rank, experts, dropout, attended, rows, adapters)
+    return LayerShape(tokens, region, seq, strategy.tp, *of_layers)
 
 
 def _head_shape(job: Job, shape: LayerShape) -> LayerShape:

@@ -90,6 +90,8 @@ class Offloaded:
         held = each[-1].held
         if some(held.copied_for_update):
             memory = maximum(memory, moments[-1].spread(held.at_update).max(axis=0))
+        if some(held.whole_weights):
+            memory = maximum(memory, moments[-1].spread(held.at_load).max(axis=0))
         return memory, each[-1].host.max(axis=0) if self.offload.any else 0.0
 
     def added(self, step: StepEnd, timed: TimedRows, lengths: Array, saved: Any) -> StepEnd:

@@ -1,0 +1,74 @@
+"""What stacks keep of frozen weights: formats, inputs, gradients that hooks hold, whole weights while loading."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shardwise.accuracy.vocabulary import cut
+from shardwise.cost.memory.activations import layer_activation_bytes, layer_saved_tensors
+from shardwise.cost.memory.device import peak_memory
+from shardwise.cost.step.prediction import predict
+from shardwise.spec import Job
+from shardwise.spec.clusters import cluster_from
+
+TOKENS, LAYERS, HIDDEN = 2 * 4096, 32, 4096
+
+
+def job(stack: dict[str, Any] | None = None, devices: int = 1, **training: Any) -> Job:
+    fields: dict[str, Any] = {"seq": 4096, "global_batch": 2 * devices, "adapters": {}, "base_precision": "nf4"}
+    strategy = {"microbatch": 2, "zero": 3 if devices > 1 else 0, "recompute": "full"}
+    cluster = cut(cluster_from("dgx-a100"), devices, devices)
+    made = Job.from_dict({"model": "mistral-7b", "cluster": cluster, "strategy": strategy,
+                          "training": {**fields, **training}, "stack": "accelerate@0.34"})  # fmt: skip
+    changes = {"loss": "pieces", "hooked_inputs": False, **(stack or {})}
+    return replace(made, stack=replace(made.stack, **changes))
+
+
+def test_an_upcast_base_has_fp32_hidden_states_and_ends() -> None:
+    plain, wide = job(), job({"upcast_base": True})
+    assert layer_activation_bytes(wide, moe=False) == 2 * layer_activation_bytes(plain, moe=False)
+    others = plain.model.vocab * HIDDEN * 2 + (2 * LAYERS + 1) * HIDDEN
+    assert peak_memory(wide).weights - peak_memory(plain).weights == pytest.approx(2 * others)
+    bf16 = {"base_precision": "bf16"}
+    assert peak_memory(job({"upcast_base": True}, **bf16)).total == peak_memory(job(**bf16)).total
+
+
+def test_quantised_products_that_keep_their_inputs() -> None:
+    def kept(**case: Any) -> float:
+        return sum(tensor.bytes for tensor in layer_saved_tensors(job(**case), moe=False))
+
+    only_queries: dict[str, Any] = {"adapters": {"targets": ["q_proj"]}}
+    narrow = kept(**only_queries), kept(stack={"quantised_inputs": "kept"}, **only_queries)
+    assert narrow[1] - narrow[0] == pytest.approx(TOKENS * 2 * (HIDDEN + 14336))  # of gate and up, and of down
+    bf16 = {**only_queries, "base_precision": "bf16"}
+    assert kept(**bf16) == kept(stack={"quantised_inputs": "kept"}, **bf16)
+
+
+def test_hooks_hold_the_gradients_of_repeated_frozen_layers() -> None:
+    def added(devices: int, **training: Any) -> float:
+        on, off = job({"hooked_inputs": True}, devices, **training), job(None, devices, **training)
+        return peak_memory(on).total - peak_memory(off).total
+
+    assert added(2) == pytest.approx(2 * TOKENS * LAYERS * HIDDEN)
+    assert added(1) == 0
+    assert added(2, adapters=None, base_precision="computed") == 0
+
+
+def test_whole_weights_are_loaded_beside_their_shards() -> None:
+    short: dict[str, Any] = {"seq": 128, "base_precision": "bf16"}
+    memory = peak_memory(job({"loads_whole": True}, 4, **short))
+    assert memory.gathered == pytest.approx(4 * memory.weights, rel=0.01)
+    assert memory.activations == 0
+    assert memory.total > 1.5 * peak_memory(job(None, 4, **short)).total
+    assert peak_memory(job({"loads_whole": True}, 1, **short)).total == peak_memory(job(None, 1, **short)).total
+
+
+def test_casts_of_adapters_take_time_and_fused_ones_least() -> None:
+    adapters = {"adapters": {"dropout": 0.1, "targets": ["attention"]}}
+    fp32, plain, fused = (
+        predict(job({"adapters": kind}, **adapters)).step_seconds for kind in ("fp32", "16-bit", "fused")
+    )
+    assert fused < plain < fp32 < 1.3 * fused
