@@ -283,6 +283,25 @@ def test_what_is_not_read_gets_one_line(change: dict[str, Any], words: str, tmp_
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("model.layers.0.self_attn.q_proj.lora_magnitude_vector", "has 5 lengths for 32 outputs"),
+        ("model.norm.weight", "is [5], but the base makes it [32]"),
+    ],
+)
+def test_tensors_of_other_shapes_get_one_line(name: str, words: str, tmp_path: Path) -> None:
+    saved("llama", tmp_path / "base")
+    naming = open_folder(tmp_path / "base").naming
+    adapter = adapter_of(tuned(tmp_path / "base", DORA), DORA)
+    write_adapter(tmp_path / "adapter", naming, DORA, adapter, None)
+    file = tmp_path / "adapter" / TENSORS
+    save_file({**load_file(file), f"base_model.model.{name}": torch.ones(5)}, file)
+    with pytest.raises(SpecError) as caught:
+        read_adapter(tmp_path / "adapter", naming)
+    assert words in str(caught.value)
+
+
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     saved("llama", tmp_path / "base")
     folder = open_folder(tmp_path / "base")

@@ -264,6 +264,8 @@ def _added(
         problem = f"in {folder} is {shapes}, but the base makes it {outputs} x {inputs}"
         raise SpecError(theirs, problem, _ITS_BASE)
     assert a is not None and b is not None
+    if magnitude is not None and magnitude.numel() != len(b):
+        raise SpecError(theirs, f"in {folder} has {magnitude.numel()} lengths for {len(b)} outputs", _ITS_BASE)
     if config.get("use_dora") and magnitude is None:
         raise SpecError(theirs, f"in {folder} has no lora_magnitude_vector", "get another copy")
     rank, module = a.shape[0], theirs.removesuffix(".weight")
