@@ -95,7 +95,7 @@ class FineTuningOptions:
     """What may be chosen; the rest follows from the data and the machine."""
 
     cluster: str | None = None
-    """The devices: a preset such as workstation-4090:1, or a file of `calibrate` (default: this machine)."""
+    """The devices: a preset such as workstation-4090, or a file of `calibrate` (default: this machine)."""
     method: Choice = "auto"
     """What is trained: all weights (full), adapters (lora), or adapters over a base in 4 bits (qlora); auto: the first
     that fits."""
