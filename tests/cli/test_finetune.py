@@ -156,8 +156,9 @@ def test_a_prompt_without_room_for_an_answer_is_no_sample(
     options = ("--method", "lora", "--steps", "1", "--global-batch", "4")
     data = run_json(*command(folder, chats, *options))
     assert data["sample"] is None and Path(data["written"]).is_dir()
-    other = error_line(run(*command(folder, chats, *options, "--adapter-rank", "4")))
-    assert "training.adapters.rank: is 4, but 16 in the run" in other and "--out" in other and "--go-on" not in other
+    other = run(*command(folder, chats, *options, "--adapter-rank", "4"))
+    assert other.status == 2 and "training.adapters.rank: is 4, but 16 in the run" in other.err
+    assert "name another folder (--out)" in other.err and "--go-on" not in other.err
 
 
 def test_a_folder_without_a_model_is_one_line(tmp_path: Path, chats: Path) -> None:

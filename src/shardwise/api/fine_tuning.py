@@ -196,12 +196,11 @@ def finetune(
     launched = supervised or (lambda launch: launch.supervised(lambda event: report(str(event))))
     run = RunOptions()
     try:
-        place = ready_run(_arguments(ready.job, folder), run, RunPlace.of(None, None), note=report)
+        done = trained(ready_run(_arguments(ready.job, folder), run, RunPlace.of(None, None), note=report), launched)
     except SpecError as error:
         if "⟨run_folder⟩" not in error.remedy:
             raise
         raise SpecError(error.field, error.problem, "name another folder (⟨out⟩), or what that run was given") from None
-    done = trained(place, launched)
     if not done.ok:
         return FineTuningResult(ready, done)
     report("writing what was learned")
