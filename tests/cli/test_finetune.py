@@ -73,8 +73,10 @@ def test_a_folder_needs_no_slash(folder: Path, chats: Path, monkeypatch: pytest.
 def test_the_plan_is_shown_before_anything_is_trained(folder: Path, chats: Path) -> None:
     result = run(*command(folder, chats, "--plan-only"))
     assert result.status == 0, result.err
-    for words in ("full fine-tuning fits", "memory:", "time:", "160 conversations"):
-        assert words in result.out
+    for words in ("full fine-tuning fits", "memory:", "time:", "160 conversations", "sequences of 64 tokens"):
+        assert words in " ".join(result.out.split())
+    cut = run(*command(folder, chats, "--plan-only", "--seq", "1024")).out
+    assert "are longer than the 512 of tiny-llama" in " ".join(cut.split())
     assert not (chats.parent / "out" / "metrics.jsonl").exists()
 
 
@@ -102,6 +104,61 @@ def test_the_method_follows_from_the_card(folder: Path, chats: Path, tmp_path: P
 def test_bad_data_is_one_line(folder: Path, tmp_path: Path, records: list[Any], words: str) -> None:
     bad = write_lines(tmp_path / "chats.jsonl", records)
     assert words in error_line(run(*command(folder, bad)))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--steps", "0"], "--steps: '0' is not a positive whole number"),
+        (["--epochs", "-1"], "--epochs: '-1' is not positive"),
+        (["--learning-rate", "nan"], "--learning-rate: 'nan' is not"),
+        (["--global-batch", "1.5"], "--global-batch: '1.5' is not"),
+        (["--adapter-rank", "5000"], "--adapter-rank: 5000 is above 4096"),
+        (["--cluster", "rtx-4090"], "unknown cluster 'rtx-4090'"),
+        (["--method", "full", "--dora"], "--dora: changes adapters"),
+        (["--method", "full", "--adapter-rank", "8"], "--adapter-rank: changes adapters"),
+    ],
+)
+def test_odd_options_are_refused_before_the_data_is_read(
+    folder: Path, chats: Path, options: list[str], words: str
+) -> None:
+    assert words in error_line(run(*command(folder, chats, *options)))
+    assert not (chats.parent / "out").exists()
+
+
+def test_a_place_that_cannot_be_written_is_one_line(folder: Path, chats: Path) -> None:
+    for place in (chats, chats / "out"):
+        assert "cannot be written" in error_line(run(*command(folder, chats, "--out", str(place))))
+
+
+def test_data_that_cannot_be_trained_on_is_refused_with_the_plan(folder: Path, tmp_path: Path) -> None:
+    one = write_lines(tmp_path / "one.jsonl", [{"messages": said("hi", ANSWER)}])
+    assert "has one document" in error_line(run(*command(folder, one, "--plan-only")))
+
+
+def test_epochs_are_passes_over_the_data(folder: Path, chats: Path) -> None:
+    whole, more = (
+        run_json(*command(folder, chats, "--plan-only", "--global-batch", batch))["steps"] for batch in ("1", "4096")
+    )
+    assert more == 1 < 100 < whole < 3 * 160
+
+
+def test_named_adapters_are_trained(folder: Path, chats: Path) -> None:
+    assert run_json(*command(folder, chats, "--plan-only", "--dora"))["method"] == "lora"
+
+
+def test_a_prompt_without_room_for_an_answer_is_no_sample(
+    folder: Path, chats: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shardwise.api import fine_tuning
+
+    monkeypatch.setattr(fine_tuning, "SAMPLE_TOKENS", 512)
+    options = ("--method", "lora", "--steps", "1", "--global-batch", "4")
+    data = run_json(*command(folder, chats, *options))
+    assert data["sample"] is None and Path(data["written"]).is_dir()
+    other = run(*command(folder, chats, *options, "--adapter-rank", "4"))
+    assert other.status == 2 and "training.adapters.rank: is 4, but 16 in the run" in other.err
+    assert "name another folder (--out)" in other.err and "--go-on" not in other.err
 
 
 def test_a_folder_without_a_model_is_one_line(tmp_path: Path, chats: Path) -> None:

@@ -53,6 +53,11 @@ def test_an_adapter_is_priced_as_it_is(changes: dict[str, Any], fields: dict[str
     assert trained_parameters(made.model, made.training.tuning) == counted
 
 
+def test_whole_modules_beside_an_adapter_are_trained() -> None:
+    module = adapted(modules_to_save=["lm_head", "norm"])
+    assert job(module).training.trained == ("head", "norms")
+
+
 def test_frozen_parts_are_priced_as_frozen() -> None:
     module = network()
     for name, parameter in module.named_parameters():

@@ -94,6 +94,26 @@ def test_what_the_model_does_not_have_gets_one_line(training: dict[str, Any], wo
     assert words in str(failure.value) and "\n" not in str(failure.value)
 
 
+@pytest.mark.parametrize(
+    ("training", "words"),
+    [
+        ({"adapters": {"targets": ["mlp"]}}, "training.adapters.targets: mlp, which mixtral-8x7b has in its experts"),
+        ({"adapters": {"targets": ["mlp"]}, "trained": ["norms"]}, "in its experts alone; add experts: true"),
+        ({"trained": ["layers.3.mlp"]}, "training.trained: layers.3.mlp, of which mixtral-8x7b has nothing"),
+        ({"adapters": {"targets": ["mlp"], "experts": True}}, ""),
+        ({"trained": ["layers.3.experts"]}, ""),
+    ],
+)
+def test_a_mixture_without_what_is_named_gets_one_line(training: dict[str, Any], words: str) -> None:
+    fields = {"model": "mixtral-8x7b", "cluster": "dgx-h100", "training": {"global_batch": 8, **training}}
+    if not words:
+        assert trained_parameters(Job.from_dict(fields).model, Job.from_dict(fields).training.tuning)
+        return
+    with pytest.raises(SpecError) as failure:
+        Job.from_dict(fields)
+    assert words in str(failure.value) and "\n" not in str(failure.value)
+
+
 def test_the_reference_of_dpo_is_the_same_weights_where_only_adapters_are_trained() -> None:
     assert not job(task="dpo", adapters={}).training.reference_copy
     assert job(task="dpo").training.reference_copy

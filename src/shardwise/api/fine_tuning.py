@@ -25,12 +25,14 @@ from shardwise.planner.advice.method import METHODS, WORDS, ChosenMethod, Method
 from shardwise.planner.request import Request
 from shardwise.report.fine_tuning import AnswerSample, ReadyFineTuning, fine_tuning_data, fine_tuning_page
 from shardwise.report.page import Page
+from shardwise.run.data.conversations import ANSWERS, Answers, RecordRules
 from shardwise.spec.clusters import job_cluster_from
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.fine_tuning import Adapters
 from shardwise.spec.job import Job
 from shardwise.spec.lengths import Lengths
 from shardwise.spec.model import Model
+from shardwise.spec.rules import sequence_note
 from shardwise.spec.stack import stack_from
 
 if TYPE_CHECKING:
@@ -93,7 +95,7 @@ class FineTuningOptions:
     """What may be chosen; the rest follows from the data and the machine."""
 
     cluster: str | None = None
-    """The devices: a preset such as rtx-4090, sized, or a file of `calibrate` (default: this machine)."""
+    """The devices: a preset such as workstation-4090, or a file of `calibrate` (default: this machine)."""
     method: Choice = "auto"
     """What is trained: all weights (full), adapters (lora), or adapters over a base in 4 bits (qlora); auto: the first
     that fits."""
@@ -107,15 +109,15 @@ class FineTuningOptions:
     """Sequences of a step (default 16)."""
     learning_rate: float | str | None = None
     """Peak learning rate (default 2e-4 for adapters, 2e-5 for all weights)."""
-    adapter_rank: int | str = Adapters.rank
-    """Rank of the adapters (default 16)."""
+    adapter_rank: int | str | None = None
+    """Rank of the adapters (default 16); with it, only methods with adapters are tried."""
     dora: bool = False
-    """Train DoRA in place of LoRA."""
+    """Train DoRA in place of LoRA; with it, only methods with adapters are tried."""
     out: str | PathLike[str] | None = None
     """Folder of the run, its data and what it writes (default runs/NAME-finetune)."""
     chat_template: str | None = None
     """Jinja template of conversations, or a folder that has one (default: the model's)."""
-    answers: Literal["all", "last"] = "all"
+    answers: Answers = "all"
     """Answers of a conversation that the loss counts."""
     plan_only: bool = False
     """Show the method, time and memory, and train nothing."""
@@ -128,6 +130,43 @@ class FineTuningOptions:
             if name not in known:
                 raise SpecError(f"⟨{name}⟩", "is no option of finetune", nearest_name(name, known))
         return cls(**options)
+
+    def check(self) -> None:
+        """Raises SpecError for what makes no sense; the data, which may take long, is read after it."""
+        for name, words in (("method", CHOICES), ("answers", ANSWERS)):
+            if (chosen := getattr(self, name)) not in words:
+                raise SpecError(f"⟨{name}⟩", f"{shown(chosen)} is no choice", "choose one of " + ", ".join(words))
+        for name in ("seq", "steps", "global_batch"):
+            if (given := getattr(self, name)) is not None:
+                whole_number(given, f"⟨{name}⟩")
+        amount(self.epochs, "count", "⟨epochs⟩", "3")
+        if self.learning_rate is not None:
+            amount(self.learning_rate, "count", "⟨learning_rate⟩", "2e-4")
+        if self.method == "full" and self.names_adapters:
+            name = "dora" if self.dora else "adapter_rank"
+            raise SpecError(f"⟨{name}⟩", "changes adapters, and full trains all weights", "leave one of them out")
+        if self.cluster is not None:
+            job_cluster_from(self.cluster)
+        _ = self.adapters
+
+    @property
+    def names_adapters(self) -> bool:
+        return self.dora or self.adapter_rank is not None
+
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        """Those to try, in this order."""
+        if self.method != "auto":
+            return (self.method,)
+        return METHODS[1:] if self.names_adapters else METHODS
+
+    @property
+    def adapters(self) -> Adapters:
+        rank = Adapters.rank if self.adapter_rank is None else whole_number(self.adapter_rank, "⟨adapter_rank⟩")
+        try:
+            return Adapters(rank=rank, alpha=2.0 * rank, method="dora" if self.dora else "lora")
+        except SpecError as error:
+            raise SpecError("⟨adapter_rank⟩", error.problem, error.remedy) from None
 
 
 def finetune(
@@ -146,6 +185,7 @@ def finetune(
     trained. Called again with the same ``out``, it resumes. The fields of `FineTuningOptions` are keywords.
     """
     chosen, report = FineTuningOptions.taken_from(options), on_progress or (lambda text: None)
+    chosen.check()
     folder = _model_folder(path_text(model, "model"))
     files = data if isinstance(data, list | tuple) else [data]
     ready = _made_ready(folder, [Path(path_text(file, "data")) for file in files], chosen, report)
@@ -155,7 +195,12 @@ def finetune(
         return FineTuningResult(ready, None)
     launched = supervised or (lambda launch: launch.supervised(lambda event: report(str(event))))
     run = RunOptions()
-    done = trained(ready_run(_arguments(ready.job, folder), run, RunPlace.of(None, None), note=report), launched)
+    try:
+        done = trained(ready_run(_arguments(ready.job, folder), run, RunPlace.of(None, None), note=report), launched)
+    except SpecError as error:
+        if "⟨run_folder⟩" not in error.remedy:
+            raise
+        raise SpecError(error.field, error.problem, "name another folder (⟨out⟩), or what that run was given") from None
     if not done.ok:
         return FineTuningResult(ready, done)
     report("writing what was learned")
@@ -175,25 +220,30 @@ def _model_folder(model: str) -> Path:
 
 
 def _made_ready(folder: Path, files: list[Path], options: FineTuningOptions, report: OnProgress) -> ReadyFineTuning:
+    from shardwise.run.data.run_data import check_data
+
     model = model_from(str(folder))
     out = Path(options.out if options.out is not None else f"runs/{model.name}-finetune").absolute()
     report("reading the conversations")
-    built, prompt = _build(folder, files, out, options)
+    try:
+        built, prompt = _build(folder, files, out, options)
+    except OSError as error:
+        place, reason = str(error.filename or out), error.strerror or str(error)
+        raise SpecError("⟨out⟩", f"{place} cannot be written ({reason})", "name another folder") from None
     lengths = _lengths(built.prefix)
     seq = _seq(model, lengths, options)
     choice = _chosen(model, lengths, seq, options, report)
-    return ReadyFineTuning(built, lengths, choice, _job(folder, out, built, choice, options), prompt)
+    job = _job(folder, out, built, choice, options)
+    notes = (*check_data(job), *filter(None, [sequence_note(job.model, job.training)]))
+    return ReadyFineTuning(built, lengths, choice, job, prompt, notes)
 
 
 def _build(folder: Path, files: list[Path], out: Path, options: FineTuningOptions) -> tuple[Built, tuple[int, ...]]:
     """Token files of the conversations, and the prompt of the last, which is held out."""
     from shardwise.run.data.build import build
-    from shardwise.run.data.conversations import ANSWERS, RecordRules
     from shardwise.run.data.example import last_prompt
 
     (out / "data").mkdir(parents=True, exist_ok=True)
-    if options.answers not in ANSWERS:
-        raise SpecError("⟨answers⟩", f"{shown(options.answers)} is no choice", "choose one of " + ", ".join(ANSWERS))
     rules = RecordRules(answers=options.answers)
     template = options.chat_template
     built = build(files, out / "data" / "conversations", tokenizer=str(folder), template=template, records=rules,
@@ -222,19 +272,12 @@ def _seq(model: Model, lengths: Lengths, options: FineTuningOptions) -> int:
 
 
 def _chosen(model: Model, lengths: Lengths, seq: int, options: FineTuningOptions, report: OnProgress) -> ChosenMethod:
-    if options.method not in CHOICES:
-        raise SpecError("⟨method⟩", f"{shown(options.method)} is no method", "choose one of " + ", ".join(CHOICES))
-    methods = METHODS if options.method == "auto" else (options.method,)
-    adapters = Adapters(
-        rank=whole_number(options.adapter_rank, "⟨adapter_rank⟩"), method="dora" if options.dora else "lora"
-    )
-    adapters = replace(adapters, alpha=2.0 * adapters.rank)
     cluster = job_cluster_from(options.cluster or _devices_here())
     batch = whole_number(options.global_batch, "⟨global_batch⟩")
     training = {"seq": seq, "global_batch": batch, "task": "sft", "lengths": lengths}
     job = Job.from_dict({"model": model, "cluster": cluster, "training": training, "stack": stack_from("shardwise")})
     return choose_method(
-        Request(job), adapters, methods=methods,
+        Request(job), options.adapters, methods=options.methods,
         progress=lambda method, count: report(f"planning {WORDS[method]}: {count:,} strategies priced"),
     )  # fmt: skip
 
@@ -251,9 +294,9 @@ def _job(folder: Path, out: Path, built: Built, choice: ChosenMethod, options: F
     training, lengths = planned.training, planned.training.lengths
     assert lengths is not None
     packed = built.tokens * (1 - HELD_OUT) / (training.seq * lengths.packed_share(training.seq))
-    each = max(1, math.ceil(packed / planned.sequences))
     epochs = amount(options.epochs, "count", "⟨epochs⟩", "3")
-    steps = max(1, round(each * epochs)) if options.steps is None else whole_number(options.steps, "⟨steps⟩")
+    wanted = max(1, math.ceil(packed * epochs / planned.sequences))
+    steps = wanted if options.steps is None else whole_number(options.steps, "⟨steps⟩")
     rate = RATES[choice.method]
     if options.learning_rate is not None:
         rate = amount(options.learning_rate, "count", "⟨learning_rate⟩", "2e-4")
@@ -289,11 +332,14 @@ def _written(ready: ReadyFineTuning, done: TrainingResult) -> Path:
 
 
 def _sample(ready: ReadyFineTuning, folder: Path, written: Path) -> AnswerSample | None:
-    """The model's answer to a held-out prompt, with and without what was learned."""
+    """The model's answer to a held-out prompt, with and without what was learned; None if it has no room for one."""
     from shardwise.api.generation import generate
     from shardwise.run.data.token_files import tokenizer_from
 
-    if not ready.prompt:
+    model = ready.job.model
+    scaling = model.numerics.rope_scaling
+    room = min(model.max_seq, (scaling and scaling.original_seq) or model.max_seq)
+    if not ready.prompt or len(ready.prompt) + SAMPLE_TOKENS > room:
         return None
     device: Literal["cpu", "cuda"] = "cuda" if ready.job.run_device == "cuda" else "cpu"
     shared: dict[str, Any] = {"max_new_tokens": SAMPLE_TOKENS, "tokenizer": str(folder), "run_device": device}

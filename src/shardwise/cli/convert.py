@@ -49,6 +49,9 @@ def run(arguments: list[str]) -> int:
     source, out = path_from(parsed.source), path_from(parsed.out)
     if parsed.names != "ours" and parsed.to != "full":
         raise SpecError("--names", f"is for --to full, not for {parsed.to}", "leave it out")
+    for name in ("dtype", "adapter", "model"):
+        if parsed.to == "adapter" and getattr(parsed, name):
+            raise SpecError(f"--{name}", "is not for --to adapter, which writes what was trained", "leave it out")
     require_torch("convert", "safetensors")
     from shardwise.report.progress import bytes_progress
     from shardwise.training.convert import sources

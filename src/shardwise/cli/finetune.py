@@ -70,8 +70,10 @@ def _parser() -> Parser:
     add_field_argument(parser, "--global-batch", " (default 16)")
     rate = "peak learning rate (default 2e-4 for adapters, 2e-5 for all weights)"
     parser.add_argument("--learning-rate", metavar="RATE", help=rate)
-    parser.add_argument("--adapter-rank", metavar="R", help="rank of the adapters (default 16)")
-    parser.add_argument("--dora", action="store_true", default=None, help="train DoRA in place of LoRA")
+    rank = "rank of the adapters (default 16); with it, only methods with adapters are tried"
+    parser.add_argument("--adapter-rank", metavar="R", help=rank)
+    dora = "train DoRA in place of LoRA; with it, only methods with adapters are tried"
+    parser.add_argument("--dora", action="store_true", default=None, help=dora)
     parser.add_argument("--chat-template", metavar="FILE", help=TEMPLATE_HELP)
     parser.add_argument("--answers", choices=ANSWERS, help=ANSWERS_HELP)
     out = "where to write the output; a folder of the run (default runs/NAME-finetune)"

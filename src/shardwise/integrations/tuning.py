@@ -104,7 +104,10 @@ def _adapters(network: nn.Module) -> dict[str, Any] | None:
 
 def _trained_parts(network: nn.Module) -> list[str] | None:
     """Names of the parts whose own weights are trained; None if all are, without adapters."""
-    own = [(name, parameter) for name, parameter in network.named_parameters() if ".lora_" not in f".{name}"]
+    # Of `modules_to_save` the copies are trained, beside the modules that they stand for.
+    left_out = (".lora_", ".original_module.")
+    named = network.named_parameters()
+    own = [(name, parameter) for name, parameter in named if not any(word in f".{name}" for word in left_out)]
     trained = {name for name, parameter in own if parameter.requires_grad}
     if len(trained) == len(own):
         return None

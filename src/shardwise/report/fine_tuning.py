@@ -37,6 +37,7 @@ class ReadyFineTuning:
     choice: ChosenMethod
     job: Job
     prompt: tuple[int, ...]  # tokens
+    notes: tuple[str, ...] = ()  # on the data: how full its sequences are, what of it is cut
 
     @property
     def total_seconds(self) -> float:
@@ -71,6 +72,7 @@ def _before(ready: ReadyFineTuning) -> Iterator[Piece | str]:
         f"(evaluation and start come on top)"
     )
     yield f"folder:  {job.run.folder}"
+    yield from (f"note:    {note}" for note in ready.notes)
 
 
 def fine_tuning_page(trained: Sequence[Piece], written: Path | None, sample: AnswerSample | None) -> Page:

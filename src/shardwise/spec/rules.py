@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import lru_cache
 
 from shardwise.spec.clusters import mixed_kinds
 from shardwise.spec.emulation import Emulation
 from shardwise.spec.errors import SpecError
-from shardwise.spec.fine_tuning import TARGETS
+from shardwise.spec.fine_tuning import TARGETS, Tuning
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.kinds import across_kinds
 from shardwise.spec.model import Model
+from shardwise.spec.parameters import trained_parameters
 from shardwise.spec.run import Run
 from shardwise.spec.schedules import PLAIN
 from shardwise.spec.strategy import Strategy
@@ -74,6 +76,20 @@ def _check_tuning(model: Model, training: Training) -> None:
             raise SpecError(path, f"{text}, but the head of {model.name} is its embedding", "use embedding")
         if pattern.layers_only and pattern.first >= model.layers:
             raise SpecError(path, f"{text} is beyond the {model.layers} layers", f"use 0 to {model.layers - 1}")
+    if model.moe is None or not training.freezes:
+        return
+    if adapters is not None and not _trained(model, Tuning(adapters)):
+        problem = f"{', '.join(adapters.targets)}, which {model.name} has in its experts alone"
+        raise SpecError("training.adapters.targets", problem, "add experts: true, or name others")
+    if adapters is None and not _trained(model, training.tuning):
+        problem = f"{', '.join(training.trained)}, of which {model.name} has nothing"
+        raise SpecError("training.trained", problem, "name other parts, such as experts or norms")
+
+
+@lru_cache(maxsize=64)
+def _trained(model: Model, tuning: Tuning) -> int:
+    """As `trained_parameters`; a planner asks for every strategy."""
+    return trained_parameters(model, tuning)
 
 
 def check_job(model: Model, cluster: Cluster, strategy: Strategy, training: Training) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def adapter_of(decoder: Decoder, adapters: Adapters) -> LoadedAdapter:
 
 def logits_with(folder: Path, adapter: LoadedAdapter) -> Tensor:
     """Of the plain decoder, with sums of weights and adapters."""
-    tensors = dict(open_folder(folder).tensors())
+    tensors = {**dict(open_folder(folder).tensors()), **adapter.trained}
     tensors |= {name: added.to(tensors[name]) for name, added in adapter.added.items()}
     decoder = Decoder(open_folder(folder).model).eval()
     decoder.load_state_dict(tensors, strict=False)
@@ -107,6 +108,95 @@ def test_what_peft_writes_has_its_logits(case: str, tmp_path: Path) -> None:
     adapter = read_adapter(tmp_path / "adapter", open_folder(tmp_path / "base").naming)
     tolerance = 2e-5 * max(1.0, float(expected.abs().max()))
     torch.testing.assert_close(logits_with(tmp_path / "base", adapter).detach(), expected, rtol=0, atol=tolerance)
+
+
+Saved = Callable[..., tuple[LoadedAdapter, Tensor]]
+
+
+@pytest.fixture
+def by_peft(tmp_path: Path) -> Saved:
+    """An adapter that PEFT has saved with random values, as it is read, and PEFT's logits."""
+
+    def make(case: str = "llama", **settings: Any) -> tuple[LoadedAdapter, Tensor]:
+        theirs: Any = saved(case, tmp_path / "base")
+        usual = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+        model = peft.get_peft_model(theirs, peft.LoraConfig(**{**usual, **settings})).eval()
+        random = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name or "modules_to_save" in name:
+                    parameter.copy_(0.2 * torch.randn(parameter.shape, generator=random))
+            expected = model(tokens()).logits
+        model.save_pretrained(tmp_path / "adapter")
+        return read_adapter(tmp_path / "adapter", open_folder(tmp_path / "base").naming), expected
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("case", "settings"),
+    [
+        ("llama", {"alpha_pattern": {r"model\.layers\.[0]\..*q_proj": 40}}),
+        ("llama", {"layers_to_transform": [1], "use_rslora": True}),
+        ("llama", {"target_modules": ["q_proj", "lm_head"]}),
+        ("llama", {"modules_to_save": ["embed_tokens", "lm_head", "norm", "input_layernorm"]}),
+        ("gemma", {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
+    ],
+)
+def test_every_setting_of_peft_is_read_as_it_means(
+    case: str, settings: dict[str, Any], by_peft: Saved, tmp_path: Path
+) -> None:
+    adapter, expected = by_peft(case, **settings)
+    tolerance = 2e-5 * max(1.0, float(expected.abs().max()))
+    torch.testing.assert_close(logits_with(tmp_path / "base", adapter).detach(), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("case", "settings", "words"),
+    [
+        ("llama", {"init_lora_weights": "pissa"}, "init_lora_weights: 'pissa', which is not read"),
+        ("llama", {"init_lora_weights": "olora"}, "init_lora_weights: 'olora', which is not read"),
+        ("llama", {"target_modules": ["embed_tokens", "q_proj"]}, "is beside an embedding"),
+        ("llama", {"alpha_pattern": {"(q+)+_proj": 4}}, "alpha_pattern"),
+        ("gemma", {"modules_to_save": ["embed_tokens"]}, "trains the embedding alone, which is the head"),
+    ],
+)
+def test_what_would_be_another_model_is_refused(
+    case: str, settings: dict[str, Any], words: str, by_peft: Saved
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        by_peft(case, **settings)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@torch.no_grad()
+def test_a_trained_embedding_is_peft_s_head_too_where_they_are_one(tmp_path: Path) -> None:
+    theirs: Any = saved("gemma", tmp_path / "base")
+    naming = open_folder(tmp_path / "base").naming
+    embedding = 1.5 * dict(open_folder(tmp_path / "base").tensors())["embedding.weight"]
+    adapter = replace(adapter_of(tuned(tmp_path / "base", LORA), LORA), trained={"embedding.weight": embedding})
+    expected = logits_with(tmp_path / "base", adapter)
+    write_adapter(tmp_path / "adapter", naming, LORA, adapter, None)
+    with_theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
+    tolerance = 2e-5 * max(1.0, float(expected.abs().max()))
+    torch.testing.assert_close(with_theirs(tokens()).logits, expected, rtol=0, atol=tolerance)
+    again = logits_with(tmp_path / "base", read_adapter(tmp_path / "adapter", naming))
+    torch.testing.assert_close(again, expected, rtol=0, atol=tolerance)
+
+
+def test_what_peft_would_not_load_is_not_written(tmp_path: Path) -> None:
+    saved("llama", tmp_path / "base")
+    folder = open_folder(tmp_path / "base")
+    weights = dict(folder.tensors())
+    norm, query = "norm.weight", "layers.0.attention.query.weight"
+    added = adapter_of(tuned(tmp_path / "base", LORA), LORA).added
+    for adapter, words in (
+        (LoadedAdapter({}, {norm: weights[norm]}), "were not trained, which PEFT needs"),
+        (LoadedAdapter(added, {query: weights[query]}), f"{query}: is trained, and has an adapter too"),
+    ):
+        with pytest.raises(SpecError, match=words):
+            write_adapter(tmp_path / "adapter", folder.naming, LORA, adapter, None)
+        assert not (tmp_path / "adapter").exists()
 
 
 @pytest.mark.parametrize("adapters", [LORA, DORA], ids=["lora", "dora"])
@@ -170,6 +260,9 @@ def test_adapters_begin_as_those_of_peft(tmp_path: Path) -> None:
         ({"peft_type": "LOHA"}, "describes 'LOHA', not a LORA"),
         ({"bias": "all"}, "has bias: 'all', which is not read"),
         ({"use_dora": True}, "has no lora_magnitude_vector"),
+        ({"lora_alpha": None}, "has lora_alpha: null, which is no number"),
+        ({"alpha_pattern": [1]}, "has alpha_pattern: [1], which is not read"),
+        ({"alpha_pattern": {"(": 1}}, "which is not read"),
         ({}, "fits no"),
     ],
 )
@@ -188,6 +281,25 @@ def test_what_is_not_read_gets_one_line(change: dict[str, Any], words: str, tmp_
     with pytest.raises(SpecError) as caught:
         read_adapter(tmp_path / "adapter", naming)
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("model.layers.0.self_attn.q_proj.lora_magnitude_vector", "has 5 lengths for 32 outputs"),
+        ("model.norm.weight", "is [5], but the base makes it [32]"),
+    ],
+)
+def test_tensors_of_other_shapes_get_one_line(name: str, words: str, tmp_path: Path) -> None:
+    saved("llama", tmp_path / "base")
+    naming = open_folder(tmp_path / "base").naming
+    adapter = adapter_of(tuned(tmp_path / "base", DORA), DORA)
+    write_adapter(tmp_path / "adapter", naming, DORA, adapter, None)
+    file = tmp_path / "adapter" / TENSORS
+    save_file({**load_file(file), f"base_model.model.{name}": torch.ones(5)}, file)
+    with pytest.raises(SpecError) as caught:
+        read_adapter(tmp_path / "adapter", naming)
+    assert words in str(caught.value)
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:

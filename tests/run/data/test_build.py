@@ -157,7 +157,7 @@ def test_a_hugging_face_tokenizer(tmp_path: Path) -> None:
         ("{", "a.jsonl:2: malformed JSON"),
         ("[1]", "a.jsonl:2: is not an object"),
         ('{"body": "x"}', "a.jsonl:2: has no text in 'text'"),
-        ('{"messages": [{"role": "user"}]}', "a.jsonl:2: has a message without role and content"),
+        ('{"messages": [{"role": "user"}]}', "a.jsonl:2: has no content in message 1"),
     ],
 )
 def test_a_bad_record_is_named_and_nothing_is_left(tmp_path: Path, line: str, says: str) -> None:

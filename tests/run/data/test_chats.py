@@ -151,6 +151,13 @@ def test_a_template_for_tools_is_used_for_them(tmp_path: Path) -> None:
     assert counted_text(tmp_path / "out", 0, tokenizer) == "It is four.<|im_end|>"
     call = '{"name": "sum", "arguments": {"numbers": [2, 2], "é": "<b>"}}<|im_end|>'
     assert counted_text(tmp_path / "out", 1, tokenizer) == f"{call}¦It is four. 😀<|im_end|>"
+    # As transformers 5 saves the same two.
+    (tokenizer / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    (tokenizer / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
+    (tokenizer / "additional_chat_templates").mkdir()
+    (tokenizer / "additional_chat_templates" / "tool_use.jinja").write_text(HEADERS, encoding="utf-8")
+    build([path], tmp_path / "apart", tokenizer=str(tokenizer))
+    assert (tmp_path / "apart.bin").read_bytes() == (tmp_path / "out.bin").read_bytes()
 
 
 # -- forms ---------------------------------------------------------------------------------------------
@@ -237,6 +244,38 @@ def test_preferences_become_two_pairs(tmp_path: Path) -> None:
         build([mixed], tmp_path / "mixed", tokenizer=str(tokenizer))
 
 
+def test_a_preference_that_repeats_its_prompt_says_it_once(tmp_path: Path) -> None:
+    chosen, rejected = (said("two?", answer, system="short") for answer in ("four", "five"))
+    once = {"prompt": chosen[:2], "chosen": chosen[2:], "rejected": rejected[2:]}
+    for number, prompt in enumerate(("two?", chosen[1:2], chosen[:2])):
+        folder = tmp_path / str(number)
+        made, _ = preferred(folder, [once, {"prompt": prompt, "chosen": chosen, "rejected": rejected}])
+        assert [document(folder / "out.chosen", place)[0].tolist() for place in (0, 1)] == 2 * [
+            document(folder / "out.chosen", 0)[0].tolist()
+        ]
+        assert made.template
+    assert not preferred(tmp_path / "text", PREFERENCES[:1])[0].template
+
+
+def preferred(folder: Path, records: list[Any]) -> tuple[Built, Path]:
+    tokenizer = make_tokenizer(folder / "tokenizer", CHATML)
+    return build([write_lines(folder / "a.jsonl", records)], folder / "out", tokenizer=str(tokenizer)), tokenizer
+
+
+def test_no_calls_are_no_calls(tmp_path: Path) -> None:
+    talk = [TALKS[0][0], {**TALKS[0][1], "tool_calls": []}]
+    strict = CHATML.replace("{% generation %}", "{% generation %}{{- 'calls' if 'tool_calls' in message }}")
+    for name, template in (("chatml", strict), ("lines", None)):
+        assert "It is four." in built(tmp_path / name, template, [{"messages": talk}])[1][0]
+    assert counted_text(tmp_path / "chatml/out", 0, tmp_path / "chatml/tokenizer") == "It is four.<|im_end|>"
+
+
+def test_a_mark_of_byte_order_is_no_text(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "abc"}] * 2)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert build([path], tmp_path / "out").documents == 2
+
+
 def test_parquet_holds_the_same_conversations(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
@@ -263,7 +302,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, *TALKS[0]]},
         "has a part that is not text in message 1",
     ),
-    "a number": ({"messages": [{"role": "user", "content": 4}, *TALKS[0]]}, "whose role or content is not text"),
+    "a number": ({"messages": [{"role": "user", "content": 4}, *TALKS[0]]}, "a content that is not text in message 1"),
     "weight": ({"messages": [TALKS[0][0], {**TALKS[0][1], "weight": 2}]}, "has a weight of 2"),
     "weights": ({"messages": [TALKS[0][0], {**TALKS[0][1], "weight": 0}]}, "only answers of weight 0"),
     "who": ({"conversations": [{"from": "gtp", "value": "x"}]}, "has a turn of the unknown role 'gtp'; did you mean"),
@@ -277,6 +316,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "tools": ({"messages": TALKS[0], "tools": "[1]"}, "has tools that are not a list of objects"),
     "history": ({**ALPACA, "history": [["a"]]}, "has ['a'] in 'history'"),
+    "no history": ({**ALPACA, "history": 5}, "has 5 in 'history'"),
     "empty completion": ({"prompt": "a", "completion": ""}, "has an empty completion"),
     "no rejected": ({"prompt": "a", "chosen": "b", "rejected": None}, "has no answer in 'rejected'"),
     "the same": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "has the same answer chosen and rejected"),

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from cli import running
-from cli.running import run_json
+from cli.running import error_line, run_json
 from engine.workers import on_ranks
+from shardwise.models.huggingface.adapters import Added, LoadedAdapter
 from shardwise.spec.errors import SpecError
+from shardwise.training.convert.adapters import with_adapter
 from shardwise.training.convert.sources import open_weights, write_as_adapter
 from training.checkpoint.test_adapter_checkpoints import DORA, base, job, train
 
@@ -58,6 +60,15 @@ def test_peft_and_the_merged_folder_have_the_same_logits(tuned: tuple[Path, Path
     )
 
 
+def test_an_adapter_is_added_to_what_was_trained(tuned: tuple[Path, Path]) -> None:
+    weights = open_weights(tuned[0])
+    name, rank = "layers.0.attention.query.weight", 2
+    outputs, inputs = weights.tensors[name].shape
+    trained, added = torch.ones(outputs, inputs), Added(torch.ones(rank, inputs), torch.ones(outputs, rank), 0.5)
+    made = with_adapter(weights, LoadedAdapter({name: added}, {name: trained}), "it")
+    assert (made.tensors[name].read() == 2).all()
+
+
 def test_text_is_generated_with_an_adapter(tuned: tuple[Path, Path], tmp_path: Path) -> None:
     folder, run = tuned
     write_as_adapter(run, tmp_path / "adapter")
@@ -77,6 +88,9 @@ def test_an_adapter_alone_or_beside_another_model_is_refused(tuned: tuple[Path, 
         open_weights(folder, None, [tmp_path])
     with pytest.raises(SpecError, match="is no run or checkpoint of ours"):
         write_as_adapter(folder, tmp_path / "other")
+    for option in (("--dtype", "bf16"), ("--adapter", str(run)), ("--model", "tiny")):
+        refused = running.run("convert", str(run), "--to", "adapter", "--out", str(tmp_path / "x"), *option)
+        assert f"{option[0]}: is not for --to adapter" in error_line(refused)
     moved = tmp_path / "moved"
     folder.rename(moved)
     try:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from shardwise.run.data.conversations import EVERY_FORM, Content, Conversation, PreferencePair, RecordRules, characters
+from shardwise.run.data.conversations import EVERY_FORM, Content, PreferencePair, RecordRules, characters, is_templated
 from shardwise.run.data.encoding import Encoded, Encoder, Encoding
 from shardwise.run.data.sources import ReadingRules, read_records, require_readable
 from shardwise.run.data.token_files import BYTES, PairWriter, pairs_of_preferences, token_dtype
@@ -98,7 +98,7 @@ def build(
     encoder = Encoder(encoding)
     encoder.check(first)
     preferred = isinstance(first[0], PreferencePair)
-    any_conversation = preferred or any(isinstance(content, Conversation) for content in first)
+    any_conversation = any(is_templated(content) for content in first)
     masked = not all(isinstance(content, tuple) and all(span.counted for span in content) for content in first)
     count = tokens = counted = 0
     with ExitStack() as open_files:
@@ -111,10 +111,10 @@ def build(
                 kept.without(encoded)
                 continue
             if len(encoded) != len(writers):
-                raise _of_two_kinds("are preferences")
+                raise _of_two_kinds("are preferences, others are not")
             for writer, (written, mask) in zip(writers, encoded):
                 if mask is not None and not masked:
-                    raise _of_two_kinds("mark what the loss counts")
+                    raise _of_two_kinds("mark what the loss counts, others do not")
                 writer.add(written, mask)
                 tokens += len(written)
                 counted += len(written) if mask is None else int(mask.sum())
@@ -130,7 +130,7 @@ def build(
 
 
 def _of_two_kinds(what: str) -> SpecError:
-    return SpecError("files", f"some records {what}, others do not", "build them separately")
+    return SpecError("files", f"some records {what}", "build them separately")
 
 
 def _portions(contents: Iterable[Content]) -> Iterator[list[Content]]:

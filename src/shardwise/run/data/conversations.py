@@ -102,6 +102,13 @@ def content_of(record: Any, rules: RecordRules, where: str) -> tuple[Content, bo
     return content, whole != record
 
 
+def is_templated(content: Content) -> bool:
+    """Whether a chat template writes some of it."""
+    if isinstance(content, PreferencePair):
+        return is_templated(content.chosen) or is_templated(content.rejected)
+    return isinstance(content, Conversation)
+
+
 def characters(content: Content) -> int:
     """How long the text of a document is."""
     if isinstance(content, PreferencePair):
@@ -166,8 +173,10 @@ def _alpaca(record: Mapping[str, Any], where: str) -> Conversation:
 
 
 def _alpaca_prompt(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    messages = _system(record, where)
-    for turn in record.get("history") or ():
+    messages, history = _system(record, where), record.get("history") or []
+    if not isinstance(history, list):
+        raise SpecError(where, f"has {shown(history)} in 'history'", "write pairs: [instruction, output]")
+    for turn in history:
         if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
             raise SpecError(where, f"has {shown(turn)} in 'history'", "write pairs: [instruction, output]")
         messages += [_said("user", turn[0]), _said(ASSISTANT, turn[1])]
@@ -212,6 +221,8 @@ def _answered(record: Mapping[str, Any], prompt: Any, answer: Any, where: str) -
         return (*((Span(prompt, counted=False),) if prompt else ()), Span(answer))
     before = _said_in(prompt, "user", where)
     after = _said_in(answer, ASSISTANT, where)
+    if _repeats(after, before):
+        before = []
     conversation = _conversation([*before, *after], record, where)
     answers = tuple(place for place in conversation.answers if place >= len(before))
     if not answers:
@@ -226,6 +237,12 @@ def _said_in(value: Any, role: str, where: str) -> list[Any]:
         return [_said(role, value)]
     given = value if isinstance(value, list) else [value]
     return [_turn(one, where) for one in given]
+
+
+def _repeats(answer: Sequence[Any], prompt: Sequence[Any]) -> bool:
+    """Whether an answer is the whole conversation, its prompt included (as in UltraFeedback)."""
+    asks = bool(answer) and isinstance(answer[0], dict) and answer[0].get("role") in ("system", "developer", "user")
+    return asks and all(message in answer for message in prompt)
 
 
 def _after_what_is_shared(one: Document, other: Document) -> Document:
@@ -279,7 +296,7 @@ def _conversation(messages: Sequence[Any], record: Mapping[str, Any], where: str
 def _message(message: Any, number: int, where: str) -> dict[str, Any]:
     """A message as templates read it; its text whole, the arguments of its calls as objects."""
     if not isinstance(message, dict) or message.get("role") is None:
-        raise SpecError(where, "has a message without role and content", "write both")
+        raise SpecError(where, f"has no role in message {number}", "write role and content")
     # Parquet gives every message the fields of all others.
     kept = {key: value for key, value in message.items() if value is not None or key == "content"}
     role, content, calls = kept["role"], kept.get("content"), kept.get("tool_calls")
@@ -291,9 +308,11 @@ def _message(message: Any, number: int, where: str) -> dict[str, Any]:
     if calls:
         kept["tool_calls"] = [_call(one, number, where) for one in _as_list(calls)]
     elif content is None:
-        raise SpecError(where, "has a message without role and content", "write both")
+        raise SpecError(where, f"has no content in message {number}", "write text, or tool_calls")
+    else:
+        kept.pop("tool_calls", None)  # templates ask whether it is there
     if not (content is None or isinstance(content, str)):
-        raise SpecError(where, "has a message whose role or content is not text", "write text")
+        raise SpecError(where, f"has a content that is not text in message {number}", "write text")
     silent = not calls and not (content or "").strip() and not kept.get("reasoning_content")
     if role == ASSISTANT and silent:
         raise SpecError(where, f"has an empty answer (message {number})", "leave it out, or write one")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from shardwise.run.data.chat_template import ChatTemplate, Renderer, template_beside
-from shardwise.run.data.conversations import Content, Conversation, Document, PreferencePair, Span
+from shardwise.run.data.conversations import Content, Conversation, Document, PreferencePair, Span, is_templated
 from shardwise.run.data.token_files import BYTES, Tokens, tokenizer_from
 from shardwise.spec.errors import SpecError
 
@@ -49,7 +49,7 @@ class Encoder:
 
     def check(self, contents: Sequence[Content]) -> None:
         """Raises SpecError if some of these need a template that is none."""
-        if self._renderer is not None and not all(isinstance(content, tuple) for content in contents):
+        if self._renderer is not None and any(map(is_templated, contents)):
             self._renderer.check()
 
     def close(self) -> None:

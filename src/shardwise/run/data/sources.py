@@ -9,6 +9,7 @@ import gzip
 import sysconfig
 import tarfile
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,7 +156,8 @@ def read_records(path: Path, reading: ReadingRules) -> Iterator[SourceRecord]:
 def require_readable(path: Path) -> None:
     """Raises SpecError if a file is missing, of an unknown kind, or its kind needs a package that is not installed."""
     if not path.is_file():
-        raise SpecError(str(path), "is not there", "name files, or a pattern that your shell expands")
+        problem = "is a folder" if path.is_dir() else "is not there"
+        raise SpecError(str(path), problem, "name files, or a pattern that your shell expands")
     name = path.name.lower()
     if not any(name.endswith(suffixes) for suffixes, _ in _READERS):
         raise _unknown(path)
@@ -164,6 +166,8 @@ def require_readable(path: Path) -> None:
 
 
 def _unknown(path: Path) -> SpecError:
+    if path.name.lower().endswith(".json"):
+        return SpecError(str(path), "is one document of JSON", "write a record in each line: jq -c '.[]', as .jsonl")
     known = ", ".join(suffix for suffixes, _ in _READERS for suffix in suffixes)
     return SpecError(str(path), "has an unknown suffix", f"use {known}")
 
@@ -196,8 +200,8 @@ def _json_lines(path: Path, reading: ReadingRules) -> Iterator[SourceRecord]:
             for number, line in enumerate(bounded_lines(file, reading.most_bytes), 1):
                 if line is None:
                     yield SourceRecord(problem=too_large(f"{path}:{number}", reading.most_bytes))
-                elif line.strip():
-                    yield _json_record(line.strip(), reading, f"{path}:{number}")
+                elif text := (line.removeprefix(BOM_UTF8) if number == 1 else line).strip():
+                    yield _json_record(text, reading, f"{path}:{number}")
     except DAMAGED as error:
         yield SourceRecord(problem=damaged(path, f"after line {number:,}", error))
 

@@ -62,11 +62,12 @@ def opened_adapter(path: Path, weights: Weights) -> LoadedAdapter:
 def with_adapter(weights: Weights, adapter: LoadedAdapter, where: str) -> Weights:
     """The weights, each with what its adapter adds once it is read."""
     tensors = dict(weights.tensors)
-    _require_known({**adapter.added, **adapter.trained}, weights, where)
-    for name, added in adapter.added.items():
-        tensors[name] = _changed(tensors[name], added.to)
+    for named in (adapter.added, adapter.trained):
+        _require_known(named, weights, where)
     for name, value in adapter.trained.items():
         tensors[name] = _changed(tensors[name], lambda weight, value=value: value.to(weight.dtype))  # type: ignore[misc]
+    for name, added in adapter.added.items():
+        tensors[name] = _changed(tensors[name], added.to)
     return replace(weights, tensors=tensors, origin=f"{weights.origin} with {where}")
 
 
