@@ -154,10 +154,11 @@ class Stack(Spec):
     gradients: Literal["kept", "made", "replaced"] = "kept"
     """Allocated from the start (`kept`); made in the backward pass, so that one microbatch's never meet all its
     activations (`made`); or made while the last step's may stay until the loss (`replaced`)."""
-    adapters: Literal["16-bit", "fp32", "fused"] = "16-bit"
+    adapters: Literal["16-bit", "fp32", "added", "fused"] = "16-bit"
     """Adapters: products and sums in the format of the base (`16-bit`); kept in fp32 under autocast, which casts what
-    they read, before its dropout and after (`fp32`, as PEFT: tuners/lora/layer.py, _cast_input_dtype); or summed by
-    their products themselves (`fused`, as Unsloth's kernels/fast_lora.py)."""
+    they read, before its dropout and after (`fp32`, as PEFT: tuners/lora/layer.py, _cast_input_dtype); summed by their
+    products themselves in the forward pass (`added`, as this engine) or in both (`fused`, as Unsloth's
+    kernels/fast_lora.py)."""
     quantised_inputs: Literal["kept", "freed"] = "freed"
     """Inputs of products with a quantised base, which no gradient reads: bitsandbytes kept them up to 0.41
     (autograd/_functions.py, MatMul4Bit: `ctx.tensors = (A, B)`)."""

@@ -58,7 +58,7 @@ class LayerShape:
     dropout: bool = False
     attended_share: float = 1.0  # of the keys of a whole sequence, where documents attend to themselves
     expert_rows: float = 1.0  # times those of balanced routing (`Stack.rows_of_experts`)
-    adapters: Literal["16-bit", "fp32", "fused"] = "16-bit"  # as of the `Stack`
+    adapters: Literal["16-bit", "fp32", "added", "fused"] = "16-bit"  # as of the `Stack`
 
 
 @dataclass(frozen=True)
@@ -209,15 +209,21 @@ def _adapter(
     dropout = 5.0
     if shape.adapters == "fused":  # each second product adds to what is there
         forward, backward = 2 * rows * columns, 2 * rows * inner
+    elif shape.adapters == "added":
+        # What narrow products read and write, which takes longer than their arithmetic. Forward: the input, and the
+        # layer's output before and after. Backward: the gradient twice, the input, and its gradient (2), added (6).
+        forward, backward = rows * (2 * inner + 4 * columns), rows * (4 * columns + 10 * inner)
     elif shape.adapters == "fp32":  # the input is cast to fp32 and back, and so is its gradient
         forward, backward, dropout = forward + 12 * rows * inner, backward + 12 * rows * inner, 9.0
     if adapters.dropout:
         forward, backward = forward + dropout * rows * inner, backward + dropout * rows * inner
     if adapters.method == "dora":
         # PEFT's DoraLinearLayer: B·A is multiplied out, scaled, added to the weight, and its rows are measured (14
-        # bytes a weight); outputs are multiplied by the ratio of lengths (10 and 8).
+        # bytes a weight); outputs are multiplied by the ratio of lengths (10 and 8). This engine reads the weight for
+        # its rows' lengths and for W·Aᵀ, and makes no sum (4; outputs: 4 and 8).
         yield Operator(OperatorRole.ADAPTER, "product", columns * matrices, inner, rank, flows=0.0, trained=0.0)
-        forward += 14 * columns * inner * matrices + 10 * rows * columns
+        weight, output = (4, 4) if shape.adapters == "added" else (14, 10)
+        forward += weight * columns * inner * matrices + output * rows * columns
         backward += 8 * rows * columns
     yield Operator(OperatorRole.ADAPTER, "traffic", forward_bytes=forward, backward_bytes=backward, kernels=2,
                    flows=flows, trained=flows, in_mixture=in_mixture)  # fmt: skip

@@ -155,7 +155,7 @@ class HeldMemory:
             return 0.0
         elements = updated * offload.optimizer
         first = minimum(elements, first_elements(self.contents, self.sharding, tied=self.job.model.tied_embeddings))
-        each = self.states.stored / elements + 4 * (offload.weights > 0)
+        each = self.states.stored / maximum(elements, 1.0) + 4 * (offload.weights > 0)
         return update_slots(elements, first) * update_chunk(elements) * each
 
     @cached_property

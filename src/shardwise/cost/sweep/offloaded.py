@@ -127,8 +127,9 @@ class Offloaded:
         if self.offload.activations:
             moved = saved * self.moved_share
             for line in activation_lines(self.job, moved, m):
-                cost = [m * seconds for seconds in _send(self._link(line), moved)]
-                transfers.append(self._transfer(line, lengths, in_layers, *cost))
+                seconds, on_link = _send(self._link(line), moved)
+                if seconds is not None:
+                    transfers.append(self._transfer(line, lengths, in_layers, m * seconds, m * on_link))
         return transfers
 
     def _state_lines(self, microbatches: Any) -> list[OffloadLine]:

@@ -257,7 +257,8 @@ class _RowBuilder:
 
         chunks = np.array([self.chunks[s] for s in self.timed], dtype=float)[:, None]
         call = self.book.job.cluster.device.efficiency.stage_call_seconds * chunks
-        compute = Seconds(figures[FORWARD] + call, figures[INPUT_GRADIENT] + call, figures[WEIGHT_GRADIENT])
+        calls = call * self.book.job.training.forward_passes
+        compute = Seconds(figures[FORWARD] + calls, figures[INPUT_GRADIENT] + call, figures[WEIGHT_GRADIENT])
         under = (compute.forward, compute.backward, figures[ATTENTION_FORWARD], figures[ATTENTION_BACKWARD])
         windows = ComputeWindows(*(self.timed_m * seconds for seconds in under))
         transfers = [self._transfer(figures, number) for number in range(len(self.stack.keys))]

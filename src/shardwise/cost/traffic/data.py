@@ -204,8 +204,8 @@ class SentParameters(NamedTuple):
 
 def sent_parameters(job: Job, strategy: Strategy, contents: RankContents) -> tuple[SentParameters, SentParameters]:
     """Of the dense parameters and of the experts of a rank."""
-    thin, model, rank = [(0.0, 0.0), (0.0, 0.0)], job.model, strategy.compression.rank
-    if job.strategy.compression.method == "powersgd":
+    thin, model, rank = [(contents.dense, 0.0), (contents.experts, 0.0)], job.model, strategy.compression.rank
+    if job.strategy.compression.method == "powersgd" and job.training.tuning.everything:
         thin = [
             _thin(rank, contents.dense, _dense_matrices(model, strategy, contents)),
             _thin(rank, contents.experts, _expert_matrices(model, strategy, contents)),
@@ -418,7 +418,7 @@ def _group_traffic(job: Job, share: Share, unit: SentParameters, units: int, ran
     for line in data_lines(sharding, unit, ranks.shards, wire, m, last):
         runs = ranks.sharded if line.over == "shards" else ranks.replicas
         topology = spanned(job.cluster, runs, "strategy.dp", neighbours_of(job.cluster.library, line.kind))
-        if topology is None:
+        if topology is None or not line.unit_bytes:  # frozen, for one
             continue
         ours = measured_schedules(job.cluster, runs) if line.by_schedules(ranks) else None
         payload = line.payload._replace(share=share)
