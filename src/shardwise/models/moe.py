@@ -467,7 +467,7 @@ class MoELayer(BuffersInFp32):
     @property
     def is_trained(self) -> bool:
         """Whether the router is: its bias stays where it is frozen."""
-        return self.router.gate.weight.requires_grad
+        return any(parameter.requires_grad for parameter in self.router.parameters())
 
     @torch.no_grad()
     def update_bias(self, total_load: Tensor, rate: float) -> None:
