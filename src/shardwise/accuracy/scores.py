@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.accuracy import fine_tuning
+from shardwise.accuracy import fine_tuning_runs
 from shardwise.accuracy.ranges import Range, predicted_range
 from shardwise.accuracy.runs import PublishedRun, counts_reserved, reported_rank, run_from_row, run_rows
 from shardwise.accuracy.table import TableRow, columns_of, read_table, release, table_path
@@ -308,8 +308,8 @@ def published_runs(tables: Iterable[str]) -> tuple[list[PublishedRun], list[NotS
 
 def _rows(path: str) -> Iterator[tuple[TableRow, Callable[[TableRow], PublishedRun]]]:
     """Every row of a table, and what reads it as a run: of pre-training, or of fine-tuning."""
-    if set(fine_tuning.COLUMNS) <= set(columns_of(path)):
-        yield from ((row, fine_tuning.run_from_row) for row in read_table(path, fine_tuning.COLUMNS, "runs"))
+    if set(fine_tuning_runs.COLUMNS) <= set(columns_of(path)):
+        yield from ((row, fine_tuning_runs.run_from_row) for row in read_table(path, fine_tuning_runs.COLUMNS, "runs"))
     else:
         yield from ((row, run_from_row) for row in run_rows(path))
 

@@ -206,7 +206,7 @@ def _adapter(
     # In 16 bit. Forward: scaled (4 bytes an output), and added to the layer's own output (6). Backward: scaled (4), and
     # the gradient of the input added to the layer's own (6). Dropout reads and writes the input, and keeps a mask (5).
     forward, backward = 10 * rows * columns, rows * (4 * columns + 6 * inner)
-    dropout = 5.0
+    dropout_bytes = 5.0
     if shape.adapters == "fused":  # each second product adds to what is there
         forward, backward = 2 * rows * columns, 2 * rows * inner
     elif shape.adapters == "added":
@@ -214,9 +214,9 @@ def _adapter(
         # layer's output before and after. Backward: the gradient twice, the input, and its gradient (2), added (6).
         forward, backward = rows * (2 * inner + 4 * columns), rows * (4 * columns + 10 * inner)
     elif shape.adapters == "fp32":  # the input is cast to fp32 and back, and so is its gradient
-        forward, backward, dropout = forward + 12 * rows * inner, backward + 12 * rows * inner, 9.0
+        forward, backward, dropout_bytes = forward + 12 * rows * inner, backward + 12 * rows * inner, 9.0
     if adapters.dropout:
-        forward, backward = forward + dropout * rows * inner, backward + dropout * rows * inner
+        forward, backward = forward + dropout_bytes * rows * inner, backward + dropout_bytes * rows * inner
     if adapters.method == "dora":
         # PEFT's DoraLinearLayer: B·A is multiplied out, scaled, added to the weight, and its rows are measured (14
         # bytes a weight); outputs are multiplied by the ratio of lengths (10 and 8). This engine reads the weight for

@@ -72,14 +72,12 @@ TARGETS: tuple[tuple[str, tuple[str, ...]], ...] = (
 # Weights, gradients and moments in 16 bits: a model loaded in its own format, trained by torch's AdamW by its defaults.
 _ALL_16_BIT = {"masters": "none", "gradient_reduce": "bf16", "adamw": "foreach"}
 _FULL = Variant("all weights", "16-bit weights, gradients and moments", {"method": "full"}, stack=_ALL_16_BIT)
-_PEFT = Variant("LoRA", "PEFT keeps adapters in fp32", {"method": "lora"}, stack={"adapters": "fp32"})
 
 _FMS = (
     _FULL,
     Variant("all weights, mixed, several GPUs", "Accelerate makes fp32 shards of what FSDP trains",
             {"method": "full", "trainable_precision": "mixed", "gpus": "^[248]"}, training={"optimizer": "adamw"},
             version="accelerate@0.34", stack={"masters": "fp32", "gradient_reduce": "fp32"}),
-    _PEFT,
     Variant("LoRA", "lora_dropout 0.1 (scenarios.yaml)", {"method": "lora"}, fill={"dropout": "0.1"}),
     Variant("baseline-peft-bnb", "prepare_model_for_kbit_training", {"framework": "baseline-peft", "gpus": "^1$"},
             stack={"upcast_base": True}),  # FSDP flattens tensors of one format
@@ -105,7 +103,6 @@ _TORCHTUNE = (
             {"gradient_checkpointing": "differs", "gpu": "4090|A100"}, strategy={"recompute": "full"}),
 )  # fmt: skip
 _QWEN_README = (
-    _PEFT,
     Variant("LoRA", "lora_dropout 0.05 (finetune.py)", {"method": "lora"}, fill={"dropout": "0.05"}),
     Variant("LoRA on one", "no DeepSpeed", {"zero_or_fsdp": "^none"}, version="accelerate@0.34"),
     Variant(
@@ -139,10 +136,10 @@ SOURCES = tuple(
         ("LitGPT config_hub", "LitGPT config_hub", "pytorch", 3, "yaml files: bf16-true", _LITGPT),
         ("LitGPT tutorials", "LitGPT tutorials", "pytorch", 3, "bf16-true; FSDP with two devices or more", _LITGPT),
         ("torchtune", "torchtune", "pytorch", 3, "recipes and configurations", _TORCHTUNE),
-        ("Answer.AI FSDP+QLoRA", "Answer.AI", "accelerate@0.34", 3, "train.py: FSDP1, Llama of transformers", (_PEFT,)),
+        ("Answer.AI FSDP+QLoRA", "Answer.AI", "accelerate@0.34", 3, "train.py: FSDP1, Llama of transformers", ()),
         ("MLPerf LoRA", "llama2_70b_lora", "nemo@24.04", 1, "NVIDIA's NeMo code: TP with SP, CP beyond 4", _MLPERF),
         ("Liger-Kernel", "Liger", "accelerate@0.34", 3, "examples/huggingface: bf16 passes of fp32 shards", _LIGER),
-        ("HF blog on 4 bits", "4bit-transformers", "trl@2025", 0, "notebook of the blog", (_PEFT,)),
+        ("HF blog on 4 bits", "4bit-transformers", "trl@2025", 0, "notebook of the blog", ()),
         ("PEFT README", "PEFT README", "accelerate@0.34", 3, "batch and length are not printed", ()),
     )
 )  # fmt: skip

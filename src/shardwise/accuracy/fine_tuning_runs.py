@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.accuracy import vocabulary
-from shardwise.accuracy.fine_tuned import MODELS, NODES, SOURCES, TARGETS
+from shardwise.accuracy.fine_tuning_sources import MODELS, NODES, SOURCES, TARGETS
 from shardwise.accuracy.runs import PublishedRun
 from shardwise.accuracy.table import Source, TableRow
 from shardwise.spec import presets
@@ -37,7 +37,7 @@ def run_from_row(row: TableRow) -> PublishedRun:
     """The run that one row describes; of a `SpecError` the last part of the field is the column that forbids it."""
     source = next((one for one in SOURCES if one.covers(row)), None)
     if source is None:
-        raise SpecError("source", f"{shown(row.text('source'))} has no recipe", "add it to fine_tuned.py")
+        raise SpecError("source", f"{shown(row.text('source'))} has no recipe", "add it to fine_tuning_sources.py")
     row = source.filled(row)
     try:
         job = _job(row, source)
@@ -71,7 +71,9 @@ def _model(row: TableRow) -> Model:
     text = f"{row.text('model')} {row.text('params_b')}"
     shape = next((shape for pattern, shape in MODELS if re.search(pattern, text, re.IGNORECASE)), None)
     if shape is None:
-        raise SpecError("model", f"the shape of {shown(row.text('model'))} is not known", "add it to fine_tuned.py")
+        raise SpecError(
+            "model", f"the shape of {shown(row.text('model'))} is not known", "add it to fine_tuning_sources.py"
+        )
     if isinstance(shape, str):
         return replace(presets.load("model", Model, shape), max_seq=max(8192, row.whole("seq")))
     return Model.from_dict({"name": row.text("model"), "max_seq": max(8192, row.whole("seq")), **shape})
@@ -128,7 +130,7 @@ def _training(row: TableRow) -> dict[str, Any]:
     named = row.text("target_modules")
     targets = next((names for pattern, names in TARGETS if re.search(pattern, named, re.IGNORECASE)), None)
     if targets is None:
-        raise SpecError("target_modules", f"{shown(named)} names no layers", "add it to fine_tuned.py")
+        raise SpecError("target_modules", f"{shown(named)} names no layers", "add it to fine_tuning_sources.py")
     fields["adapters"] = {
         "rank": int(rank[0]) if rank else 8, "targets": list(targets), "dropout": row.number("dropout") or 0.0
     }  # fmt: skip

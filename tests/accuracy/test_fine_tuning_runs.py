@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.accuracy.fine_tuning import COLUMNS, ran_out, run_from_row
+from shardwise.accuracy.fine_tuning_runs import COLUMNS, ran_out, run_from_row
 from shardwise.accuracy.table import TableRow
 from shardwise.api.validation import validate
 from shardwise.spec.errors import SpecError
