@@ -189,7 +189,7 @@ def test_mistakes_are_one_line(run_folder: Path, tmp_path: Path) -> None:
     [
         (b"model: [tiny\nrun: {", "malformed YAML: "),
         (b"\xff\xfe\x00", "not text in UTF-8"),
-        (b"", "it is no job"),
+        (b"", "it is not a job"),
         (b"run: {checkpoints: {folder: [1]}}", "run.checkpoints.folder is [1]"),
     ],
     ids=repr,

@@ -106,5 +106,5 @@ def test_both_answers_of_a_preference_and_plain_text_are_shown(tmp_path: Path) -
     said = run("data", "show", text, "--seq", "4").out
     assert "sequence 1 of " in said and "{+" in said
     assert "--example: 99 is not there" in error_line(run("data", "show", text, "--example", "99", "--seq", "4"))
-    assert "--seq: 0 is no length" in error_line(run("data", "show", text, "--seq", "0"))
+    assert "--seq: 0 is not a length" in error_line(run("data", "show", text, "--seq", "0"))
     assert "is not there" in error_line(run("data", "show", str(tmp_path / "none")))

@@ -162,4 +162,4 @@ def test_a_prompt_without_room_for_an_answer_is_no_sample(
 
 
 def test_a_folder_without_a_model_is_one_line(tmp_path: Path, chats: Path) -> None:
-    assert "no Hugging Face folder" in error_line(run(*command(tmp_path, chats)))
+    assert "not a Hugging Face folder" in error_line(run(*command(tmp_path, chats)))

@@ -72,7 +72,7 @@ def test_nf4_bytes_are_those_of_bitsandbytes() -> None:
 @pytest.mark.parametrize(
     ("training", "words"),
     [
-        ({"adapters": {"targets": ["q_pro"]}}, "training.adapters.targets[0]: 'q_pro' is no linear layer"),
+        ({"adapters": {"targets": ["q_pro"]}}, "training.adapters.targets[0]: 'q_pro' is not a linear layer"),
         ({"adapters": {"targets": ["kv_b_proj"]}}, "has no kv_b_proj"),
         ({"adapters": {"layers": [32]}}, "32 is beyond the 32 layers"),
         ({"adapters": {"experts": True}}, "has no experts"),
@@ -85,7 +85,7 @@ def test_nf4_bytes_are_those_of_bitsandbytes() -> None:
         ({"task": "dpo", "preference": {"reference": "adapters-off"}}, "nothing but adapters"),
         ({"lengths": {}}, "one of them is needed"),
         ({"lengths": {"mean": 400}}, "longest"),
-        ({"lengths": {"histogram": [[0, 4]]}}, "no length and number"),
+        ({"lengths": {"histogram": [[0, 4]]}}, "not a length and a number"),
     ],
 )
 def test_what_the_model_does_not_have_gets_one_line(training: dict[str, Any], words: str) -> None:

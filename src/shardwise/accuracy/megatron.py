@@ -54,7 +54,7 @@ def _captured(rows: str, cells: dict[str, str], since: str = "") -> Variant:
 
 # What recipes of single mixtures set otherwise than most of their release, which is the version of the stack
 # (catalogue/stacks/megatron-bridge.yaml): model, devices, precision, first and last container; CUDA graphs, dispatcher,
-# overlapped all-to-all (None: as the version), recomputed operators. A dense MLP is no operator here.
+# overlapped all-to-all (None: as the version), recomputed operators. A dense MLP is not an operator here.
 # "hybrid": HybridEP or DeepEP. At most one line describes a row.
 _PLAIN, _ANY_BUT_MX = "plain", "^(?!.*mx)"
 _OSS = ("norm", "activation")

@@ -128,14 +128,14 @@ class FineTuningOptions:
         known = [item.name for item in fields(cls)]
         for name in options:
             if name not in known:
-                raise SpecError(f"⟨{name}⟩", "is no option of finetune", nearest_name(name, known))
+                raise SpecError(f"⟨{name}⟩", "is not an option of finetune", nearest_name(name, known))
         return cls(**options)
 
     def check(self) -> None:
         """Raises SpecError for what makes no sense; the data, which may take long, is read after it."""
         for name, words in (("method", CHOICES), ("answers", ANSWERS)):
             if (chosen := getattr(self, name)) not in words:
-                raise SpecError(f"⟨{name}⟩", f"{shown(chosen)} is no choice", "choose one of " + ", ".join(words))
+                raise SpecError(f"⟨{name}⟩", f"{shown(chosen)} is not a choice", "choose one of " + ", ".join(words))
         for name in ("seq", "steps", "global_batch"):
             if (given := getattr(self, name)) is not None:
                 whole_number(given, f"⟨{name}⟩")
@@ -213,7 +213,7 @@ def _model_folder(model: str) -> Path:
     folder = folder_of_model(str(Path(model).absolute()))  # "tiny" alone would name a preset
     if folder is None:
         remedy = "name the folder of a model: config.json, weights and tokenizer, as from huggingface.co"
-        raise SpecError("model", f"{shown(model)} is no Hugging Face folder", remedy)
+        raise SpecError("model", f"{shown(model)} is not a Hugging Face folder", remedy)
     if not (folder / "tokenizer.json").is_file():
         raise SpecError("model", f"{folder} has no tokenizer.json", "save the tokenizer beside the weights")
     return folder

@@ -93,7 +93,7 @@ def _build(files: list[Path], out: Path, parsed: argparse.Namespace) -> int:
     if built.template:
         line += f"\nconversations written by the chat template of {built.template}"
     if built.repaired:
-        line += f"\n{counted(built.repaired, 'record')} had what is no character: replaced by U+FFFD"
+        line += f"\n{counted(built.repaired, 'record')} had bytes that are not text: replaced by U+FFFD"
     first_skipped = in_flags(built.first_skipped)
     if built.skipped:
         line += f"\n{counted(built.skipped, 'record')} skipped, the first: {first_skipped}"

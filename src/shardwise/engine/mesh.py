@@ -150,7 +150,7 @@ def store_of(here: Started, seconds: float = WAIT_SECONDS) -> Store:
 def bind_gloo(address: str, *, several_hosts: bool) -> None:
     """Makes gloo use the interface that reaches rank 0; by default it uses that of the host's name, often another one.
 
-    Loopback is no choice if other hosts must reach this one.
+    Loopback is not an option if other hosts must reach this one.
     """
     name = interface_towards(address)
     if name and not (several_hosts and name == loopback_interface()):

@@ -98,7 +98,7 @@ class RayPrompts:
 
 
 def _rows(stages: Any) -> Iterator[Mapping[str, Any]]:
-    """The rows of the last stage; raises SpecError if a stage refused its work or failed. A lost actor is no error."""
+    """The rows of the last stage; raises SpecError if a stage refused its work or failed, not if an actor was lost."""
     import ray
 
     try:

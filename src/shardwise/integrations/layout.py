@@ -174,7 +174,7 @@ def _imported(layout: RunLayout, facts: ModuleFacts, cluster: Cluster) -> Import
     degrees = framework.read(text, facts.model).fields
     others = _other_degrees(degrees)
     if cluster.devices % others:
-        problem = f"{cluster.devices:,} processes are no multiple of tp · cp · pp = {others:,}"
+        problem = f"{cluster.devices:,} processes are not a multiple of tp · cp · pp = {others:,}"
         raise NotPriced("strategy", problem, "correct the sizes of the parallel dimensions")
     return framework.read(text, facts.model, cluster, {"strategy.dp": cluster.devices // others})
 

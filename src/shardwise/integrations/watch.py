@@ -360,7 +360,7 @@ class _TokenCount:
             self._hook = network.register_forward_pre_hook(self._see, with_kwargs=True)
 
     def _see(self, network: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        # An evaluation; `training` is no sign: from_pretrained loads models in eval mode.
+        # An evaluation; `training` is not a sign: from_pretrained loads models in eval mode.
         if not torch.is_grad_enabled():
             return
         tokens = keywords.get("input_ids")

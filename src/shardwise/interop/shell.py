@@ -219,7 +219,7 @@ def _assigned(token: Token, scope: _Scope) -> bool:
 
 
 def _run_inside(text: str, scope: _Scope, depth: int) -> None:
-    """What a command is given to run; text that is no script is left alone."""
+    """What a command is given to run; text that is not a script is left alone."""
     begin = len(scope.commands)
     try:
         _run(text, scope, depth + 1)
@@ -369,7 +369,7 @@ def _fields(raw: str, scope: _Scope) -> list[str]:
 
 
 def _only_an_array(raw: str) -> bool:
-    """An empty array in quotes is no word, not an empty one."""
+    """An empty array in quotes is not a word, not even an empty one."""
     return raw.startswith('"${') and raw.endswith('[@]}"') and raw.count('"') == 2
 
 

@@ -81,7 +81,9 @@ def run(setup: LabSetup) -> LabReport:
         left_out = pool if isinstance(pool, str) else ""
     pieces.append(_table(schedules, topology, fast, slow))
     if left_out:
-        pieces.append(Line(f"Here is no slow link, so that bytes, messages and order are all there is: {left_out}"))
+        pieces.append(
+            Line(f"There is no slow link here, so that bytes, messages and order are all there is: {left_out}")
+        )
     pieces += _trace_pieces(steps)
     findings += _order(steps)
     findings += [*_times(schedules, topology, slow), *_overlap(steps)] if slow else []

@@ -219,7 +219,7 @@ def entropy_(logits: Tensor, labels: Tensor, factors: Tensor, softcap: float | N
 
 
 def statistics(logits: Tensor, columns: Tensor, present: int, softcap: float | None) -> Tensor:
-    """What the loss needs of logits [tokens, columns] of a part of the vocabulary; ``present`` columns are no padding.
+    """What the loss needs of logits [tokens, columns] of a part of the vocabulary; ``present`` columns are not padding.
 
     fp32 [3, tokens]: the largest logit, the sum of exponentials relative to it, and the label's logit, which is 0 where
     the label's column is -1, because it is in another part.

@@ -18,7 +18,7 @@ _LINEAR = (*_ATTENTION, _R.KEY_VALUE_DOWN, _R.KEY_VALUE_UP, _R.GATE, _R.UP, _R.D
 # The names that transformers gives the linear layers of its models (`modeling_*.py`), and what each is here. A fused
 # projection stands for its parts.
 TARGETS: dict[str, tuple[MatrixRole, ...]] = {
-    "all-linear": _LINEAR,  # every linear layer but the head, as PEFT's word says; routers are no linear layers there
+    "all-linear": _LINEAR,  # every linear layer but the head, as PEFT's word says; routers are not linear layers there
     "attention": tuple(role for role in _LINEAR if role not in (_R.GATE, _R.UP, _R.DOWN)),
     "mlp": (_R.GATE, _R.UP, _R.DOWN),
     "q_proj": (_R.QUERY,),
@@ -72,10 +72,12 @@ class Adapters(Spec):
             raise SpecError("targets", "is empty", "use [all-linear]")
         for index, name in enumerate(self.targets):
             if name not in TARGETS:
-                raise SpecError(f"targets[{index}]", f"{shown(name)} is no linear layer", nearest_name(name, TARGETS))
+                raise SpecError(
+                    f"targets[{index}]", f"{shown(name)} is not a linear layer", nearest_name(name, TARGETS)
+                )
         for index, layer in enumerate(self.layers):
             if not 0 <= layer < MOST_LAYERS:
-                raise SpecError(f"layers[{index}]", f"{layer} is no layer", "count layers from 0")
+                raise SpecError(f"layers[{index}]", f"{layer} is not a layer", "count layers from 0")
 
     @cached_property
     def roles(self) -> frozenset[MatrixRole]:

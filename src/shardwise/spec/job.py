@@ -155,7 +155,7 @@ class Job(Spec):
 
     @property
     def document_tokens(self) -> float:
-        """Those of a step that are no padding."""
+        """Those of a step that are not padding."""
         lengths = self.training.lengths
         if lengths is None:
             return self.tokens_per_step

@@ -36,7 +36,7 @@ class Lengths(Spec):
         for index, pair in enumerate(self.histogram):
             if len(pair) != 2 or min(pair) < 1 or pair[0] > LONGEST:
                 raise SpecError(
-                    f"histogram[{index}]", f"{list(pair)} is no length and number", "write it like [512, 80]"
+                    f"histogram[{index}]", f"{list(pair)} is not a length and a number", "write it like [512, 80]"
                 )
 
     @cached_property
@@ -70,7 +70,7 @@ class Lengths(Spec):
         return sum(share * length**2 for length, share in used) / (seq * sum(share * length for length, share in used))
 
     def packed_share(self, seq: int) -> float:
-        """The share of packed sequences that is no padding."""
+        """The share of packed sequences that is not padding."""
         return _packed_share(self.counts, seq)
 
     def computed_share(self, seq: int, documents: int) -> float:
@@ -78,7 +78,7 @@ class Lengths(Spec):
         return 1.0 if self.packing == "packed" else self.padded_tokens(documents, seq) / seq
 
     def used_share(self, seq: int, documents: int) -> float:
-        """The share of the tokens computed with that is no padding."""
+        """The share of the tokens computed with that is not padding."""
         if self.packing == "packed":
             return self.packed_share(seq)
         return self.mean_tokens(seq) / self.padded_tokens(documents, seq)

@@ -59,7 +59,7 @@ def _across_tp(s: Strategy) -> bool:
 
 
 def _ragged(s: Strategy, t: Training, m: Model, unit: int = 16) -> Any:
-    """Whether a side of a matmul of FP8, also of one that adds up over tokens, is no multiple of ``unit``."""
+    """Whether a side of a matmul of FP8, also of one that adds up over tokens, is not a multiple of ``unit``."""
     heads = (m.heads * m.query_key_dim // s.tp, -(-m.key_value_heads // s.tp) * m.query_key_dim)
     widths = (m.hidden, m.ffn // s.tp, *heads, s.microbatch * t.seq // s.cp)
     return reduce(or_, (width % unit > 0 for width in widths))

@@ -260,7 +260,7 @@ def test_adapters_begin_as_those_of_peft(tmp_path: Path) -> None:
         ({"peft_type": "LOHA"}, "describes 'LOHA', not a LORA"),
         ({"bias": "all"}, "has bias: 'all', which is not read"),
         ({"use_dora": True}, "has no lora_magnitude_vector"),
-        ({"lora_alpha": None}, "has lora_alpha: null, which is no number"),
+        ({"lora_alpha": None}, "has lora_alpha: null, which is not a number"),
         ({"alpha_pattern": [1]}, "has alpha_pattern: [1], which is not read"),
         ({"alpha_pattern": {"(": 1}}, "which is not read"),
         ({}, "fits no"),

@@ -359,7 +359,7 @@ def test_what_is_no_character_is_replaced(tmp_path: Path) -> None:
 # -- templates that are wrong, or hostile --------------------------------------------------------------
 
 BROKEN: dict[str, tuple[str, str]] = {
-    "syntax": ("{% for message in messages %}", "_config.json: is no chat template: Unexpected end of template"),
+    "syntax": ("{% for message in messages %}", "_config.json: is not a chat template: Unexpected end of template"),
     "refusal": ("{{ raise_exception('only\\nsonnets') }}", "chats.jsonl:1: the chat template"),
     "undefined": ("{{ messages[9].content }}", "has no element 9"),
     "no mark": ("{% if false %}{% generation %}{% endgeneration %}{% endif %}{{ messages }}", "marks no answer"),

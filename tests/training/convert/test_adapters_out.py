@@ -86,7 +86,7 @@ def test_an_adapter_alone_or_beside_another_model_is_refused(tuned: tuple[Path, 
         open_weights(tmp_path / "adapter")
     with pytest.raises(SpecError, match="holds no adapter"):
         open_weights(folder, None, [tmp_path])
-    with pytest.raises(SpecError, match="is no run or checkpoint of ours"):
+    with pytest.raises(SpecError, match="is not a run or checkpoint of ours"):
         write_as_adapter(folder, tmp_path / "other")
     for option in (("--dtype", "bf16"), ("--adapter", str(run)), ("--model", "tiny")):
         refused = running.run("convert", str(run), "--to", "adapter", "--out", str(tmp_path / "x"), *option)

@@ -253,7 +253,7 @@ def _attention_tensors(job: Job, sizes: _Sizes) -> list[SavedTensor]:
     key_heads = model.heads if model.mla else model.key_value_heads
     kv_heads = key_heads / min(sizes.tensor, key_heads)
     again = "up-projection" if model.mla else ""
-    queries_again = again if model.mla and model.mla.q_rank else ""  # of full width, they are no up-projection's
+    queries_again = again if model.mla and model.mla.q_rank else ""  # of full width, they are not an up-projection's
     tensors = [
         SavedTensor(SavedRole.QUERIES, tokens * heads * model.query_key_dim * sizes.element, queries_again),
         SavedTensor(SavedRole.KEYS, tokens * kv_heads * model.query_key_dim * sizes.element, again),

@@ -53,7 +53,7 @@ def room_of(job: Job, cap_bytes: float | None = None) -> Room:
     """The room of the job's devices; ``cap_bytes`` of each at most, and then without a margin."""
     device = job.cluster.device
     usable = device.usable_memory if cap_bytes is None else min(device.usable_memory, cap_bytes)
-    # Where offload goes to a disk, the host's memory is no limit.
+    # Where offload goes to a disk, the host's memory is not a limit.
     host = float("inf") if job.strategy.offload.target == "nvme" else job.cluster.host_memory_per_device
     if cap_bytes is not None:
         return Room(usable, usable, usable, host, is_capped=True)

@@ -116,7 +116,7 @@ def gradient_times(analysis: Analysis) -> list[GradientTime]:
 
 
 def _thin(rank: int, parameters: float, matrices: Iterator[tuple[float, float, float]]) -> tuple[float, float]:
-    """Elements of the two sums under powersgd: left factors with what is no matrix, and right factors.
+    """Elements of the two sums under powersgd: left factors with what is not a matrix, and right factors.
 
     ``matrices``: how many there are, rows and columns.
     """
@@ -184,7 +184,7 @@ class SentParameters(NamedTuple):
 
     all: Any
     in_layers: Any  # all but embedding and head
-    first_factors: Any = 0.0  # elements of the left factors under powersgd, and of what is no matrix
+    first_factors: Any = 0.0  # elements of the left factors under powersgd, and of what is not a matrix
     second_factors: Any = 0.0  # elements of the right factors under powersgd
     in_blocks: Any = 0.0  # all, rounded up to whole blocks for every rank, under other compression
     multiplied: Any = 0.0  # those that an FP8 recipe multiplies in FP8

@@ -12,7 +12,7 @@ from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.files import parse_yaml
 
 _ARGUMENTS, _MODE = "MODEL_ARGS", "MODE"
-# What Megatron-LM's scripts run that is no training of a decoder-only model, by what their name contains.
+# What Megatron-LM's scripts run that is not training of a decoder-only model, by what their name contains.
 _OTHER_SCRIPTS = {
     "inference": "generates text and trains nothing",
     "train_rl": "generates text between its steps, which is not priced",

@@ -373,7 +373,7 @@ def interpret_stack(reading: Reading, fields: dict[str, Any]) -> None:
 def _masters(reading: Reading, fields: dict[str, Any]) -> dict[str, Any]:
     """A precision-aware optimizer keeps the lower halves of fp32 masters, or masters in fp16: 2 bytes either way.
 
-    Not beside FP8 weights, which are no upper halves, nor on the host (megatron/core/optimizer/optimizer_config.py).
+    Not beside FP8 weights, which are not upper halves, nor on the host (megatron/core/optimizer/optimizer_config.py).
     """
     adam, offloaded = fields["training.optimizer"].startswith("adam"), fields.get("strategy.offload.optimizer")
     if not (adam and reading.settings.get(AWARE) and reading.settings.get("--bf16")) or offloaded:

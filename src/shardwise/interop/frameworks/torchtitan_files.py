@@ -19,7 +19,7 @@ from shardwise.spec.files import parse_json
 from shardwise.spec.model import Model
 
 SHAPE, TITLE = "model_spec.shape", "TorchTitan configuration"
-# Models of TorchTitan that are no language models.
+# Models of TorchTitan that are not language models.
 _OTHER_MODELS = {"flux": "is a model of pictures", "vlm": "reads pictures too"}
 _RATE = ("warmup_steps", "decay_ratio", "decay_type", "min_lr_factor")
 _SAME = ("max_norm", "steps", "enable_cpu_offload", "dtype", "mixed_precision_param")

@@ -223,7 +223,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise SpecError(where, f"has alpha_pattern: {shown(patterns)}, which is not read", _MERGE)
     for alpha in (config.get("lora_alpha", _ALPHA), *patterns.values()):
         if not isinstance(alpha, int | float):
-            raise SpecError(where, f"has lora_alpha: {shown(alpha)}, which is no number", "get another copy")
+            raise SpecError(where, f"has lora_alpha: {shown(alpha)}, which is not a number", "get another copy")
     return config
 
 

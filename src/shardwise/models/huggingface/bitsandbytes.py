@@ -48,7 +48,7 @@ class QuantisedTensor:
             raise SpecError(state, "does not describe a quantised weight", "download it again") from None
         stored = opened.get_slice(name)
         if stored.get_dtype() != "U8" or prod(stored.get_shape()) * 2 != prod(self.shape) or self.block <= 0:
-            raise SpecError(name, "is no weight of two codes in a byte", "quantise it with quant_storage uint8")
+            raise SpecError(name, "is not a weight of two codes in a byte", "quantise it with quant_storage uint8")
 
     def get_shape(self) -> list[int]:
         return list(self.shape)

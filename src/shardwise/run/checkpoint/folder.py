@@ -59,7 +59,7 @@ class RunFolder:
         return lock_held((place if isinstance(place, Path) else self.path / INNER) / LOCK)
 
     def note_copy(self, step: int) -> None:
-        """Tells the launcher of a copy in memory; a full disk is no error."""
+        """Tells the launcher of a copy in memory; a full disk is not an error."""
         with contextlib.suppress(OSError):
             self.copied.write_text(str(step), encoding="utf-8")
 
@@ -72,7 +72,7 @@ class RunFolder:
         except SpecError as error:
             raise self._damaged(error.problem) from None
         if not isinstance(job, dict):
-            raise self._damaged("it is no job")
+            raise self._damaged("it is not a job")
         run = job.get("run")
         run = run if isinstance(run, dict) else {}
         kept = run.get("checkpoints")

@@ -117,7 +117,7 @@ class Renderer:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def check(self) -> None:
-        """Raises SpecError if the template is no template."""
+        """Raises SpecError if the template is not a template."""
         for source in (self.template.source, self.template.with_tools):
             if source is not None:
                 self._process(source)
@@ -198,7 +198,7 @@ class Renderer:
             answer = self._asked(self._processes[source], source, {"template": source})
             if "problem" in answer:
                 self._end(source)
-                raise SpecError(self.template.where, f"is no chat template: {answer['problem']}", "correct it")
+                raise SpecError(self.template.where, f"is not a chat template: {answer['problem']}", "correct it")
         return self._processes[source]
 
     def _asked(self, process: subprocess.Popen[bytes], source: str, request: dict[str, Any]) -> dict[str, Any]:

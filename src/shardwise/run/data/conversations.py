@@ -86,7 +86,7 @@ EVERY_FORM = RecordRules()
 
 
 def content_of(record: Any, rules: RecordRules, where: str) -> tuple[Content, bool]:
-    """What a record says, and whether something in it was no character, and was replaced.
+    """What a record says, and whether something in it was not a character, and was replaced.
 
     JSON can write lone surrogates, text cannot hold them.
     """

@@ -61,7 +61,7 @@ def example(prefix: str, number: int, seq: int, tokenizer: str | None = None) ->
     known = tokenizer_from(name) if isinstance(name, str) else None
     vocab = known.vocab if known else _ANY_TOKEN
     if not 1 <= seq <= LONGEST:
-        raise SpecError("⟨seq⟩", f"{seq} is no length", f"use 1 to {LONGEST:,}")
+        raise SpecError("⟨seq⟩", f"{seq} is not a length", f"use 1 to {LONGEST:,}")
     stream: Stream
     if preferred or pairs[0].mask is not None:
         stream = PackedStream(pairs, seq, vocab, 0, 0, pairs[0].documents)

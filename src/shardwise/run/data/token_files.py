@@ -363,7 +363,7 @@ class ByteTokenizer:
         return bytes(token for token in tokens if token < 256).decode("utf-8", "replace")
 
     def decode_all(self, tokens: Sequence[int]) -> str:
-        """With the tokens that are no text, as people write them."""
+        """With the tokens that are not text, as people write them."""
         return "<end>".join(self.decode(part) for part in _split(tokens, self.end))
 
     def required_end(self) -> int:
@@ -420,7 +420,7 @@ class HuggingFaceTokenizer:
         return text
 
     def decode_all(self, tokens: Sequence[int]) -> str:
-        """With the tokens that are no text."""
+        """With the tokens that are not text."""
         text: str = self._model.decode(list(tokens), skip_special_tokens=False)
         return text
 

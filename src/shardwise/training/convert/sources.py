@@ -226,7 +226,7 @@ def write_huggingface(weights: Weights, path: Path, progress: Progress) -> Path:
 def write_as_adapter(source: Path, path: Path) -> Path:
     """What one of our runs trained beside frozen weights, as a folder that `peft` loads."""
     if not is_adapter_checkpoint(source):
-        problem = "is no run or checkpoint of ours beside frozen weights"
+        problem = "is not a run or checkpoint of ours beside frozen weights"
         raise SpecError(str(source), problem, "⟨to=adapter⟩ writes what training.adapters trained")
     with _new(path, 0) as part:
         write_peft(source, _companions_of(source, None), part)

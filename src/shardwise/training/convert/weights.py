@@ -34,7 +34,7 @@ class Weights:
 
     model: Model
     tensors: dict[str, LazyTensor]
-    buffers: frozenset[str]  # names of those tensors that are no parameters: they balance experts
+    buffers: frozenset[str]  # names of those tensors that are not parameters: they balance experts
     origin: str  # where they come from, in words
     step: int = 0  # how long they were trained, if known
     companions: Path | None = None  # folder with the small files of the Hugging Face folder that they once came from
