@@ -27,6 +27,8 @@ ROUNDING = 1 + 1e-9
 PIPELINED = 1.02
 # NCCL runs more channels, on more compute units, on a faster network, also while it waits for latencies.
 MORE_CHANNELS = 1.01
+# A tensor-parallel collective hides beside its own matmul only, though the host may bound the pass that they are in.
+BESIDE_ONE_MATMUL = 1.001
 Pair = tuple[float, float]  # a figure that may not exceed the other
 
 
@@ -109,6 +111,8 @@ OVERLAPPED = ("larger_microbatches", "a_faster_level", "more_flops", "more_memor
 def slack(name: str, job: Job) -> float:
     if name in OVERLAPPED and job.strategy.pp > 1:
         return PIPELINED
+    if name == "more_flops" and job.strategy.tp > 1:
+        return BESIDE_ONE_MATMUL
     return MORE_CHANNELS if name == "a_faster_level" else ROUNDING
 
 

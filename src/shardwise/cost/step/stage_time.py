@@ -69,11 +69,11 @@ def part_seconds(job: Job, contents: RankContents, call: float = 0.0) -> StageSe
     """One microbatch through the layers and ends in ``contents``; each pass has ``call`` seconds on top."""
     passes, attention, again = Seconds(), Seconds(), 0.0
     share = fully_recomputed_share(job, contents)
-    for operator, seconds in _layers(job, contents):
+    for operator, seconds, repeated in _layers(job, contents, share):
         passes += seconds.with_weights_at_once(share)
         if operator.kind == "attention":
             attention += seconds
-        again += seconds.forward * share_run_again(job, operator, share)
+        again += repeated
     for _, seconds in _ends(job, contents):
         passes += seconds
     passes += Seconds(call, call)
@@ -85,7 +85,8 @@ def seconds_by_kind(job: Job, contents: RankContents) -> dict[OperatorKind, floa
     """Both passes of one microbatch by the kind of operator, without what recompute runs again."""
     by_kind: dict[OperatorKind, float] = {"product": 0.0, "attention": 0.0, "traffic": 0.0}
     passes = job.training.forward_passes
-    for operator, seconds in (*_layers(job, contents), *_ends(job, contents)):
+    of_layers = ((operator, seconds) for operator, seconds, _ in _layers(job, contents, 0.0))
+    for operator, seconds in (*of_layers, *_ends(job, contents)):
         by_kind[operator.kind] += passes * seconds.forward + seconds.backward
     return by_kind
 
@@ -102,18 +103,32 @@ def timed_operators(job: Job, contents: RankContents) -> Iterator[tuple[Operator
     yield from _ends(job, contents)
 
 
-def _layers(job: Job, contents: RankContents) -> Iterator[tuple[Operator, Seconds]]:
+def _layers(job: Job, contents: RankContents, full_share: float) -> Iterator[tuple[Operator, Seconds, float]]:
+    """Operators of the layers, both their passes, and what recompute repeats of the forward pass."""
     shape, seconds_of = layer_shape(job), _timed(job)
     for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
         if count:
-            whole = Seconds()
+            whole, repeated, kernels, kernels_repeated = Seconds(), 0.0, 0, 0.0
             for operator in layer_operators(job.model, shape, moe=moe, tuning=job.training.tuning):
-                seconds = seconds_of(operator)
-                whole += seconds
-                yield operator, seconds * count
-            yield _HOST, _host_beyond(job, whole, moe=moe) * count
+                seconds, again = seconds_of(operator), share_run_again(job, operator, full_share)
+                whole, kernels = whole + seconds, kernels + operator.kernels
+                repeated += again * seconds.forward
+                kernels_repeated += again * operator.kernels
+                yield operator, seconds * count, again * seconds.forward * count
+            each_pass = _host_of_layer(job, moe=moe) / _PASSES
+            again = max(0.0, each_pass * kernels_repeated / kernels - repeated)
+            yield _HOST, _beyond_kernels(each_pass, whole) * count, again * count
 
 
+def _beyond_kernels(each_pass: float, layer: Seconds) -> Seconds:
+    """How much longer the host takes than a layer's kernels; it launches both gradients one after the other."""
+    backward = max(2 * each_pass, layer.backward)
+    weights = max(layer.weight_gradient, min(each_pass, backward - layer.input_gradient))
+    inputs = backward - weights - layer.input_gradient
+    return Seconds(max(0.0, each_pass - layer.forward), inputs, weights - layer.weight_gradient)
+
+
+_PASSES = 3  # an operator has its kernels in each: forward, gradients of inputs, gradients of weights
 _HOST = Operator(OperatorRole.STARTS, "traffic", kernels=0)
 
 
@@ -121,20 +136,18 @@ def _host_seconds(job: Job, of_layers: Mapping[str, float], *, moe: bool) -> flo
     return by_layer(of_layers, mode_of(job.running_stack), rotary=job.model.positions == "rope", moe=moe)
 
 
-def _host_beyond(job: Job, layer: Seconds, *, moe: bool) -> Seconds:
-    """How much longer the host takes to launch a layer than its kernels run; a graph needs no launches."""
+def _host_of_layer(job: Job, *, moe: bool) -> float:
+    """Seconds in which the host launches both passes of a layer; a graph needs no launches."""
     efficiency, stack = job.cluster.device.efficiency, job.running_stack
     if stack.launched_by_graphs:
-        return Seconds()
+        return 0.0
     if stack.is_own and efficiency.own is not None:
         host = _host_seconds(job, efficiency.own.host_seconds, moe=moe)
     elif stack.launches == "one by one":
         host = _host_seconds(job, efficiency.host_seconds, moe=moe)
     else:
-        return Seconds()
-    if job.stack.module_hooks and job.strategy.zero == 3:
-        host += _HOOKS_OF_A_LAYER
-    return Seconds(max(0.0, host / 3 - layer.forward), max(0.0, 2 * host / 3 - layer.backward))
+        return 0.0
+    return host + _HOOKS_OF_A_LAYER if job.stack.module_hooks and job.strategy.zero == 3 else host
 
 
 # Hooks of DeepSpeed's ZeRO-3 in both passes of a layer, of which recompute repeats a third: before and after each of
@@ -187,9 +200,6 @@ def unslowed_seconds(job: Job) -> tuple[float, float, float]:
             slowed[operator.kind] += job.microbatches * count * (twice - once)
             other += job.microbatches * count * (2 * once - twice)
     return slowed["product"], slowed["attention"], other
-
-
-_PASSES = 3  # an operator has its kernels in each: forward, gradients of inputs, gradients of weights
 
 
 def step_overhead(job: Job) -> float:
