@@ -104,7 +104,7 @@ class FineTuningOptions:
     epochs: float | str = EPOCHS
     """Passes over the data (default 3)."""
     steps: int | str | None = None
-    """Steps in place of epochs."""
+    """Steps to train; in place of epochs."""
     global_batch: int | str = BATCH
     """Sequences of a step (default 16)."""
     learning_rate: float | str | None = None
@@ -114,17 +114,17 @@ class FineTuningOptions:
     dora: bool = False
     """Train DoRA in place of LoRA; with it, only methods with adapters are tried."""
     out: str | PathLike[str] | None = None
-    """Folder of the run, its data and what it writes (default runs/NAME-finetune)."""
+    """Where to write the output; a folder of the run (default runs/NAME-finetune)."""
     chat_template: str | None = None
-    """Jinja template of conversations, or a folder that has one (default: the model's)."""
+    """Template of conversations in Jinja, or a folder that has one (default: the model's)."""
     answers: Answers = "all"
-    """Answers of a conversation that the loss counts."""
+    """Answers of a conversation that the loss counts: all or the last (default all)."""
     plan_only: bool = False
     """Show the method, time and memory, and train nothing."""
 
     @classmethod
     def taken_from(cls, options: Mapping[str, Any]) -> FineTuningOptions:
-        """From keywords; raises SpecError for one that there is not."""
+        """From keywords; raises SpecError for an unknown one."""
         known = [item.name for item in fields(cls)]
         for name in options:
             if name not in known:
@@ -132,7 +132,7 @@ class FineTuningOptions:
         return cls(**options)
 
     def check(self) -> None:
-        """Raises SpecError for what makes no sense; the data, which may take long, is read after it."""
+        """Call it before the data is read, which may take long; raises SpecError."""
         for name, words in (("method", CHOICES), ("answers", ANSWERS)):
             if (chosen := getattr(self, name)) not in words:
                 raise SpecError(f"⟨{name}⟩", f"{shown(chosen)} is not a choice", "choose one of " + ", ".join(words))

@@ -25,8 +25,6 @@ which Megatron-LM reads too. For records with a prompt and an answer, or with me
 check: reads every byte of shards and compares it with the checksums beside them.
 show: prints a sequence as training reads it, with what the loss counts in colour."""
 CORPUS = "python"
-TEMPLATE_HELP = "Jinja template of conversations, or a folder that has one (default: the tokenizer's)"
-ANSWERS_HELP = "answers of a conversation that the loss counts (default all)"
 
 
 def run(arguments: list[str]) -> int:
@@ -37,8 +35,17 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--tokenizer", help="bytes, or a Hugging Face tokenizer.json or its folder (default bytes)")
     parser.add_argument("--field", default="text", help="field that holds the text in JSON or Parquet records")
     parser.add_argument("--format", choices=FORMATS, default="auto", help="form of records (default: by their fields)")
-    parser.add_argument("--chat-template", metavar="FILE", help=TEMPLATE_HELP)
-    parser.add_argument("--answers", choices=ANSWERS, default="all", help=ANSWERS_HELP)
+    parser.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="template of conversations in Jinja, or a folder that has one (default: the tokenizer's)",
+    )
+    parser.add_argument(
+        "--answers",
+        choices=ANSWERS,
+        default="all",
+        help="answers of a conversation that the loss counts: all or the last (default all)",
+    )
     parser.add_argument(
         "--max-record", default="32MiB", metavar="SIZE", help="largest record that is read (default 32MiB)"
     )

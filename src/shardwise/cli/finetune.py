@@ -7,7 +7,6 @@ from typing import Any
 
 from shardwise.api.fine_tuning import CHOICES, FineTuningOptions, finetune
 from shardwise.cli.arguments import add_field_argument
-from shardwise.cli.data import ANSWERS_HELP, TEMPLATE_HELP
 from shardwise.cli.output import add_output_arguments, show
 from shardwise.cli.parser import Parser
 from shardwise.launch.outcome import Outcome
@@ -16,11 +15,20 @@ from shardwise.report.fine_tuning import ReadyFineTuning, ready_page
 from shardwise.report.progress import TrainingProgress, status
 from shardwise.run.data.conversations import ANSWERS
 from shardwise.spec.errors import SpecError
+from shardwise.spec.fields import fields_of
 
 _DOES = """Adapts a model to conversations. Reads the data, chooses what fits this machine (all weights, LoRA or QLoRA),
 shows time and memory, trains with evaluation on a held-out part, writes an adapter that peft loads (all weights: a
 Hugging Face folder), and answers a held-out prompt before and after. Started again, it resumes."""
 _EXAMPLE = "shardwise finetune --model models/Llama-3.2-1B --data chats.jsonl --plan-only"
+# Options that no other verb has, or that mean something of their own here.
+_SWITCH: dict[str, Any] = {"action": "store_true", "default": None}
+_OWN: dict[str, dict[str, Any]] = {
+    "method": {"choices": CHOICES}, "epochs": {"metavar": "N"}, "steps": {"metavar": "N"},
+    "learning_rate": {"metavar": "RATE"}, "adapter_rank": {"metavar": "R"}, "dora": _SWITCH,
+    "chat_template": {"metavar": "FILE"}, "answers": {"choices": ANSWERS}, "out": {"metavar": "FOLDER"},
+    "plan_only": _SWITCH,
+}  # fmt: skip
 _FIRST = "--model --data --cluster --method --epochs --seq --adapter-rank --out --plan-only"
 
 
@@ -60,25 +68,10 @@ def _parser() -> Parser:
     )
     parser.add_argument("--data", action="append", metavar="FILE", help=data)
     add_field_argument(parser, "--cluster", " (default: this machine)")
-    method = (
-        "what is trained: all weights, adapters, or adapters over a base in 4 bits (default auto: the first that fits)"
-    )
-    parser.add_argument("--method", choices=CHOICES, help=method)
     add_field_argument(parser, "--seq", " (default: what holds nearly every conversation, up to 4096)")
-    parser.add_argument("--epochs", metavar="N", help="passes over the data (default 3)")
-    parser.add_argument("--steps", metavar="N", help="steps to train; in place of --epochs")
     add_field_argument(parser, "--global-batch", " (default 16)")
-    rate = "peak learning rate (default 2e-4 for adapters, 2e-5 for all weights)"
-    parser.add_argument("--learning-rate", metavar="RATE", help=rate)
-    rank = "rank of the adapters (default 16); with it, only methods with adapters are tried"
-    parser.add_argument("--adapter-rank", metavar="R", help=rank)
-    dora = "train DoRA in place of LoRA; with it, only methods with adapters are tried"
-    parser.add_argument("--dora", action="store_true", default=None, help=dora)
-    parser.add_argument("--chat-template", metavar="FILE", help=TEMPLATE_HELP)
-    parser.add_argument("--answers", choices=ANSWERS, help=ANSWERS_HELP)
-    out = "where to write the output; a folder of the run (default runs/NAME-finetune)"
-    parser.add_argument("--out", metavar="FOLDER", help=out)
-    only = "show the method, time and memory, and train nothing"
-    parser.add_argument("--plan-only", action="store_true", default=None, help=only)
+    records = {record.name: record for record in fields_of(FineTuningOptions)}
+    for name, settings in _OWN.items():
+        parser.add_argument("--" + name.replace("_", "-"), help=records[name].help, **settings)
     add_output_arguments(parser)
     return parser
