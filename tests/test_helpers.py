@@ -109,6 +109,9 @@ def test_kept():
 def test_too_long():
     time.sleep(2)
 
+def test_too_long_once(durations=[2, 0]):
+    time.sleep(durations.pop(0))
+
 def test_longer_but_so_is_all():
     time.sleep(0.25)
 """
@@ -119,7 +122,8 @@ def test_a_quick_test_above_its_limit_fails(pytester: pytest.Pytester) -> None:
     kept = pytester.makefile(".json", durations=json.dumps({"test_it.py::test_kept": 0.05}))
     limits = Durations(write=False, file=kept, quick=0.05, evidence=0.01)
     pytester.makepyfile(test_it=FILE_OF_A_SLOW_TEST)
-    result = pytester.inline_run("-m", "not slow", "-p", "no:xdist", plugins=[conftest, limits])
+    options = ("-m", "not slow", "-p", "no:xdist", "--hypothesis-profile=steady")  # with which conftest adds no limits
+    result = pytester.inline_run(*options, plugins=[conftest, limits])
     passed, _, failed = result.listoutcomes()
     assert [report.nodeid for report in failed] == ["test_it.py::test_too_long"]
     assert "mark it slow" in str(failed[0].longrepr)
