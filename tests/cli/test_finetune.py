@@ -159,6 +159,12 @@ def test_a_prompt_without_room_for_an_answer_is_no_sample(
     other = run(*command(folder, chats, *options, "--adapter-rank", "4"))
     assert other.status == 2 and "training.adapters.rank: is 4, but 16 in the run" in other.err
     assert "name another folder (--out)" in other.err and "--go-on" not in other.err
+    before = {path: path.read_bytes() for path in Path(data["written"]).parent.rglob("conversations*")}
+    others = chats.with_name("others.jsonl")
+    others.write_text("".join(chats.read_text(encoding="utf-8").splitlines(keepends=True)[:100]), encoding="utf-8")
+    other = run(*command(folder, others, *options, "--out", str(Path(data["written"]).parent)))
+    assert other.status == 2 and "--data: is" in other.err
+    assert before and all(path.read_bytes() == content for path, content in before.items())
 
 
 def test_a_folder_without_a_model_is_one_line(tmp_path: Path, chats: Path) -> None:

@@ -85,6 +85,11 @@ ANOTHER: list[tuple[dict[str, Any], str, str]] = [
     ({"run": {"start_from": "/x"}}, "run.start_from", "'/x', {} not given"),
     ({"training": {**SHORT, "seq": 64}}, "training.seq", "64, {} 32"),
     ({"training": {**SHORT, "global_batch": 8}}, "training.global_batch", "8, {} 4"),
+    (
+        {"training": {**SHORT, "adapters": {"rank": 8, "dropout": 0.1}}},
+        "training.adapters",
+        "rank: 8, dropout: 0.1, {} not given",
+    ),
     ({"training": {**SHORT, "optimizer": "sgd"}}, "training.optimizer", "'sgd', {} 'adamw'"),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import shutil
@@ -17,7 +18,7 @@ from shardwise.api.given import JobArguments
 from shardwise.api.quantities import amount, path_text, whole_number
 from shardwise.api.results import Figure, Result, Rows
 from shardwise.api.run_options import RunOptions, RunPlace
-from shardwise.interop.companions import folder_of_model
+from shardwise.interop.companions import companions, folder_of_model
 from shardwise.interop.jobs import model_from
 from shardwise.launch.outcome import Outcome
 from shardwise.launch.run import Launch
@@ -243,14 +244,29 @@ def _build(folder: Path, files: list[Path], out: Path, options: FineTuningOption
     from shardwise.run.data.build import build
     from shardwise.run.data.example import last_prompt
 
-    (out / "data").mkdir(parents=True, exist_ok=True)
     rules = RecordRules(answers=options.answers)
     template = options.chat_template
-    built = build(files, out / "data" / "conversations", tokenizer=str(folder), template=template, records=rules,
+    place = out / f"data-{_digest(folder, files, options)}"
+    place.mkdir(parents=True, exist_ok=True)
+    built = build(files, place / "conversations", tokenizer=str(folder), template=template, records=rules,
                   workers=os.cpu_count() or 1)  # fmt: skip
     if built.preferences:
         raise SpecError("data", "holds preferences", "train them with `shardwise train` and training.task: dpo")
     return built, last_prompt(built.prefix)
+
+
+def _digest(folder: Path, files: list[Path], options: FineTuningOptions) -> str:
+    """Of all that token files are made from: those of a run are never replaced by others."""
+    digest = hashlib.sha256(options.answers.encode())
+    beside = [Path(options.chat_template)] if options.chat_template else []
+    for place in (folder, *beside):
+        known = companions(place) if place.is_dir() else {"template": place}
+        files = files + [path for name, path in known.items() if "token" in name or "template" in name]
+    for path in files:
+        if path.is_file():  # else it is refused where it is read
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:8]
 
 
 def _lengths(prefix: Path) -> Lengths:

@@ -18,11 +18,12 @@ from shardwise.spec.model import Model
 
 CONFIG = "config.json"
 KEPT_IN = "huggingface"  # beside the checkpoints
+TOOLS_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # of conversations with tools
 # Only these are ever copied: data that the transformers library and its tokenizers read, no code.
 NAMES = (
     CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "chat_template.jinja", "chat_template.json", "vocab.json", "vocab.txt", "merges.txt",
-    "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json",
+    "added_tokens.json", "chat_template.jinja", "chat_template.json", TOOLS_TEMPLATE, "vocab.json", "vocab.txt",
+    "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json",
 )  # fmt: skip
 MOST_BYTES = 256 * 2**20
 # They refer to code, which is not copied, and to how the weights were stored, which are written as plain numbers.
@@ -46,7 +47,7 @@ def companions(folder: Path) -> dict[str, Path]:
     """The known files in the folder; raises SpecError for a link that leads out of it, and for a huge file."""
     files = {name: folder / name for name in NAMES if (folder / name).is_file()}
     for name, path in files.items():
-        if path.is_symlink() and not _stays(path):
+        if not _stays(path, folder):
             raise SpecError(str(path), "is a link that leads out of its folder", "put the file itself there")
         if path.stat().st_size > MOST_BYTES:
             raise SpecError(str(path), f"is larger than {MOST_BYTES >> 20} MiB", "get another copy")
@@ -60,6 +61,7 @@ def copy_companions(source: Path, target: Path, leave_out: tuple[str, ...] = ())
     try:
         target.mkdir(parents=True, exist_ok=True)
         for name, path in chosen.items():
+            (target / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target / name, follow_symlinks=False)
     except OSError as error:
         problem = f"cannot be copied to {target} ({error.strerror})"
@@ -107,7 +109,7 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
     return ()
 
 
-def _stays(link: Path) -> bool:
-    """Whether a link leads to a file of its own folder, or to the blobs that the hub's cache keeps two folders up."""
-    target, folder = Path(os.path.realpath(link)), Path(os.path.realpath(link.parent))
-    return target.parent in (folder, folder.parent.parent / "blobs")
+def _stays(path: Path, folder: Path) -> bool:
+    """Whether no link leads out of the folder, unless to the blobs that the hub's cache keeps two folders up."""
+    target, folder = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    return target.is_relative_to(folder) or target.parent == folder.parent.parent / "blobs"

@@ -19,6 +19,7 @@ from shardwise.run.checkpoint.folder import CheckpointFolder, RunFolder
 from shardwise.run.checkpoint.manifest import read_manifest
 from shardwise.run.metrics.recorder import write_prediction
 from shardwise.run.storage.place import Place, RemotePlace, place_of, read_range
+from shardwise.spec.codec import Spec
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.files import read_json
 from shardwise.spec.job import Job
@@ -168,6 +169,8 @@ def _field(job: Job, path: str) -> Any:
 def _spelled(value: Any) -> str:
     if value in (None, ()):
         return "not given"
+    if isinstance(value, Spec):
+        return ", ".join(f"{name}: {shown(given)}" for name, given in value.to_dict().items()) or "given"
     return ", ".join(map(str, value)) if isinstance(value, tuple) else shown(value)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from cli.running import error_line, run
 from models.families import CASES, SMALL, build, transformers
-from shardwise.interop.companions import KEPT_IN, config_for
+from shardwise.interop.companions import KEPT_IN, TOOLS_TEMPLATE, config_for
 from shardwise.interop.huggingface import model_from_hf_config
 from shardwise.launch.preflight import preflight
 from shardwise.launch.run import prepare
@@ -45,6 +45,8 @@ def saved(case: str, folder: Path) -> Any:
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text('{"version": "1.0"}')
     (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / TOOLS_TEMPLATE).parent.mkdir()
+    (folder / TOOLS_TEMPLATE).write_text("{{ tools }}")
     (folder / "modeling_theirs.py").write_text("raise SystemExit")
     return model
 
@@ -80,7 +82,7 @@ def test_a_text_is_generated_as_before_after_a_checkpoint_of_ours(case: str, tmp
     assert result.status == 0, result.err
     again = converted(shared, "huggingface", tmp_path / "again")
     assert config(again) == config(tmp_path / "theirs")
-    for name in ("generation_config.json", "tokenizer.json", "chat_template.jinja"):
+    for name in ("generation_config.json", "tokenizer.json", "chat_template.jinja", TOOLS_TEMPLATE):
         assert (again / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes()
     assert not (again / "modeling_theirs.py").exists()
     kept = theirs.config._attn_implementation  # not in the folder; older releases choose one without the soft cap
@@ -147,12 +149,12 @@ def started_from(source: Path, folder: Path, tmp_path: Path, model_folder: Path 
 def test_a_run_keeps_what_came_with_its_first_weights(tmp_path: Path) -> None:
     saved("mistral", tmp_path / "theirs")
     ours = converted(tmp_path / "theirs", "checkpoint", tmp_path / "ours")
-    wanted = {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"}
+    wanted = {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja", TOOLS_TEMPLATE}
     for number, source in enumerate((tmp_path / "theirs", ours, ours / "step-00000000")):
         kept = started_from(source, tmp_path / f"run{number}", tmp_path)
-        assert {path.name for path in kept.iterdir()} == wanted
+        assert {str(path.relative_to(kept)) for path in filter(Path.is_file, kept.rglob("*"))} == wanted
     kept = started_from(tmp_path, tmp_path / "new", tmp_path, tmp_path / "theirs")  # --model theirs
-    assert {path.name for path in kept.iterdir()} == wanted
+    assert {str(path.relative_to(kept)) for path in filter(Path.is_file, kept.rglob("*"))} == wanted
     assert not started_from(tmp_path, tmp_path / "new", tmp_path).exists()  # begun anew, as another model
     run_of_one = tmp_path / "run0"  # a run whose only checkpoint is that one
     shutil.copytree(ours / "step-00000000", run_of_one / "checkpoints/step-00000000")

@@ -214,6 +214,7 @@ def _copied_companions(kept: RemotePlace) -> Path:
     folder = tempfile.TemporaryDirectory(prefix="shardwise-companions-")
     atexit.register(folder.cleanup)
     for name in set(NAMES) & kept.objects().keys():
+        (Path(folder.name) / name).parent.mkdir(exist_ok=True)
         (Path(folder.name) / name).write_bytes((kept / name).read_bytes())
     return Path(folder.name)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardwise.interop.companions import TOOLS_TEMPLATE
 from shardwise.run.data.conversations import Conversation
 from shardwise.run.data.rendering import CHARACTERS_PER_BYTE, LEAST_CHARACTERS, MEMORY_BYTES
 from shardwise.spec.errors import SpecError
@@ -22,7 +23,6 @@ SECONDS = 10.0  # of processor time for a conversation; honest templates take mi
 _MOST_CHARACTERS = 2**20  # of a template; the longest published ones have 30,000
 _CONFIGURATION, _SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
 _OWN_FILES = ("chat_template.jinja", "chat_template.json", _CONFIGURATION)  # the first that has one, as transformers
-_WITH_TOOLS = ("additional_chat_templates", "tool_use.jinja")  # beside the first of them
 _WORDS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _REMEDY = "correct the record, or name another template: ⟨chat_template⟩"
@@ -73,7 +73,7 @@ def template_beside(tokenizer: Path, given: str | None = None) -> ChatTemplate |
 def _templates_in(path: Path) -> dict[str, str]:
     """The templates of a file by name; one that has no name is the default."""
     if path.suffix != ".json":
-        beside = path.parent.joinpath(*_WITH_TOOLS)
+        beside = path.parent / TOOLS_TEMPLATE
         files = {"default": path, **({"tool_use": beside} if path.name == _OWN_FILES[0] and beside.is_file() else {})}
         return {name: read_text(file, "chat template", _MOST_CHARACTERS) for name, file in files.items()}
     document = read_json(path, "chat template")

@@ -216,7 +216,7 @@ def write_huggingface(weights: Weights, path: Path, progress: Progress) -> Path:
     """A folder that the transformers library loads: config.json, safetensors, their index, and what came with them."""
     with _new(path, weights.size) as part:
         write_folder(part, weights.model, _in_turn(weights, progress), SHARD_BYTES, weights.companions)
-        for file in part.iterdir():
+        for file in filter(Path.is_file, part.rglob("*")):
             with file.open("rb") as written:
                 os.fsync(written.fileno())
         sync_folder(part)
