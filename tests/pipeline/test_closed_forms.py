@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from effort import examples
@@ -152,6 +152,7 @@ def test_no_step_is_shorter_than_what_its_links_carry(pipeline, times, comm):
     passes=st.sampled_from([(1.0, 1.0, 1.0), (1.0, 1.2, 0.8), (1.0, 2.0, 1.0)]),
     comm=st.sampled_from([1.0, 2.0, 3.0, 5.0, 10.0, 40.0, 400.0]),
 )
+@example(pipeline=("v-min", 2, 8, None), passes=(1.0, 1.0, 1.0), comm=400.0)
 def test_steps_with_long_messages_come_near(pipeline, passes, comm):
     """Within 35 % of the simulated step, and 10 % where messages are all that counts, once a pipeline is full."""
     _, ranks, microbatches, _ = pipeline

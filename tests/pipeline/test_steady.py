@@ -65,9 +65,12 @@ def test_extrapolation_equals_the_whole_simulation(pipeline, data, message):
 
 
 @settings(max_examples=examples(60), deadline=None)
-@given(pipeline=pipelines(), message=st.sampled_from((0.0, 0.05)), factor=st.sampled_from((1.0, 1.2)))
+@given(pipeline=pipelines(), message=st.sampled_from((0.0, 0.05)), factor=st.sampled_from((1.0, 1.25)))
 def test_it_is_used_where_stages_are_as_in_a_model(pipeline, message, factor):
-    """Else the test above would prove nothing: equal stages, the last one with the loss."""
+    """Else the test above would prove nothing: equal stages, the last one with the loss.
+
+    With a last stage of 1.2 times the others two chains of v-min are equally long but for the rounding of their times.
+    """
     times = slower_last(equal_stages(pipeline[1] * pipeline[3], 1.0, 1.1, 0.9), factor)
     _, timeline = simulated_pipeline(*pipeline[:2], 48 * pipeline[1], pipeline[3], times, message, ends="apart")
     assert timeline is None

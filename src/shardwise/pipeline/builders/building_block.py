@@ -236,8 +236,10 @@ def _min_bubble(case: EqualStages) -> Any:
     of_two = 3 * slower + faster + maximum(2 * faster, slower + case.W)
     work = 2 * (case.F + case.I + case.W)
     passes = select(p > 3, 6 * slower, select(p == 3, work, of_two))
-    messages = 12 * (p - 1) / (2 * p + 1 + shift) * case.c
-    per_microbatch = maximum(0.0, passes + messages - work)
+    messages = select(p == 2, 2.0, 12 * (p - 1) / (2 * p + 1 + shift)) * case.c
+    # The first of two ranks sends a gradient and the next activation at once: three messages, one after another.
+    in_turn = (p == 2) * (3 * (slower + case.c) + faster)
+    per_microbatch = maximum(0.0, maximum(passes + messages, in_turn) - work)
     waits = maximum(0, m - held) * per_microbatch + 6 * (p - 1) * case.c
     return (p > 1) * (filling + waits)
 
