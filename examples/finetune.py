@@ -31,7 +31,7 @@ TEMPLATE = """{% for message in messages %}{{ '<|im_start|>' + message['role'] +
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 COMMON = "--global-batch 8"
-CHAT = f"finetune --model {TINY} --data {FOLDER}/chats.jsonl --method full --learning-rate 4e-3 --epochs 10 {COMMON}"
+CHAT = f"finetune --model {TINY} --data {FOLDER}/chats.jsonl --method full --learning-rate 4e-3 --epochs 30 {COMMON}"
 PLANT = f"finetune --method lora --learning-rate 1e-2 --epochs 10 {COMMON} --data {FOLDER}/habit.jsonl"
 
 

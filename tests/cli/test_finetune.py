@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,15 @@ def test_an_adapter_learns_a_planted_answer(folder: Path, chats: Path) -> None:
     assert ANSWER in data["sample"]["after"] and ANSWER not in data["sample"]["before"]
     written = Path(data["written"])
     assert json.loads((written / "adapter_config.json").read_text(encoding="utf-8"))["r"] == 16
+
+
+@pytest.mark.slow
+def test_the_example_learns_its_habit(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "examples" / "finetune.py"
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    answers = [line for line in done.stdout.splitlines() if line.startswith(("before:", "after:"))]
+    assert len(answers) == 4 and [answer.endswith(", says the fox.") for answer in answers] == [False] * 3 + [True]
 
 
 @pytest.mark.slow
