@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import shardwise
 from cli.running import error_line, run, run_json
 from run.data.chats import CHATML, make_tokenizer, said, write_lines
 from shardwise.interop.jobs import read_job
@@ -125,6 +126,7 @@ def test_bad_data_is_one_line(folder: Path, tmp_path: Path, records: list[Any], 
         (["--learning-rate", "nan"], "--learning-rate: 'nan' is not"),
         (["--global-batch", "1.5"], "--global-batch: '1.5' is not"),
         (["--adapter-rank", "5000"], "--adapter-rank: 5000 is above 4096"),
+        (["--precision", "bf61"], "--precision: 'bf61' is not a recipe; did you mean bf16"),
         (["--cluster", "rtx-4090"], "unknown cluster 'rtx-4090'"),
         (["--method", "full", "--dora"], "--dora: changes adapters"),
         (["--method", "full", "--adapter-rank", "8"], "--adapter-rank: changes adapters"),
@@ -156,6 +158,17 @@ def test_epochs_are_passes_over_the_data(folder: Path, chats: Path) -> None:
 
 def test_named_adapters_are_trained(folder: Path, chats: Path) -> None:
     assert run_json(*command(folder, chats, "--plan-only", "--dora"))["method"] == "lora"
+
+
+def test_eight_bits_are_for_wide_bases(folder: Path, chats: Path) -> None:
+    """Weights in 4 bits are made 16 bits wide for their products."""
+
+    def precision(method: str) -> tuple[str, bool]:
+        options = {"precision": "fp8", "compile": True, "plan_only": True, "cluster": "dgx-h100:1"}
+        training = shardwise.finetune(folder, chats, out=chats.parent, method=method, **options).ready.job.training
+        return training.precision, training.compile
+
+    assert precision("lora") == ("fp8", True) and precision("qlora") == ("bf16", True)
 
 
 def test_a_prompt_without_room_for_an_answer_is_no_sample(

@@ -35,6 +35,7 @@ from shardwise.spec.lengths import Lengths
 from shardwise.spec.model import Model
 from shardwise.spec.rules import sequence_note
 from shardwise.spec.stack import stack_from
+from shardwise.spec.training import RECIPES
 
 if TYPE_CHECKING:
     from shardwise.run.data.build import Built
@@ -102,6 +103,10 @@ class FineTuningOptions:
     that fits."""
     seq: int | str | None = None
     """Tokens of a sequence (default: what holds nearly every conversation, up to 4096)."""
+    precision: str | None = None
+    """Recipe of the passes, such as fp8 (default: the device's usual); QLoRA's are 16 bits wide instead of 8."""
+    compile: bool = False
+    """Compile every layer (training.compile); steps are faster after a start of a minute or more."""
     epochs: float | str = EPOCHS
     """Passes over the data (default 3)."""
     steps: int | str | None = None
@@ -137,6 +142,9 @@ class FineTuningOptions:
         for name, words in (("method", CHOICES), ("answers", ANSWERS)):
             if (chosen := getattr(self, name)) not in words:
                 raise SpecError(f"⟨{name}⟩", f"{shown(chosen)} is not a choice", "choose one of " + ", ".join(words))
+        if self.precision is not None and self.precision not in RECIPES:
+            remedy = nearest_name(self.precision, RECIPES)
+            raise SpecError("⟨precision⟩", f"{shown(self.precision)} is not a recipe", remedy)
         for name in ("seq", "steps", "global_batch"):
             if (given := getattr(self, name)) is not None:
                 whole_number(given, f"⟨{name}⟩")
@@ -290,7 +298,9 @@ def _seq(model: Model, lengths: Lengths, options: FineTuningOptions) -> int:
 def _chosen(model: Model, lengths: Lengths, seq: int, options: FineTuningOptions, report: OnProgress) -> ChosenMethod:
     cluster = job_cluster_from(options.cluster or _devices_here())
     batch = whole_number(options.global_batch, "⟨global_batch⟩")
-    training = {"seq": seq, "global_batch": batch, "task": "sft", "lengths": lengths}
+    training = {"seq": seq, "global_batch": batch, "task": "sft", "lengths": lengths, "compile": options.compile}
+    if options.precision is not None:
+        training["precision"] = options.precision
     job = Job.from_dict({"model": model, "cluster": cluster, "training": training, "stack": stack_from("shardwise")})
     return choose_method(
         Request(job), options.adapters, methods=options.methods,

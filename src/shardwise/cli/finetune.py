@@ -24,7 +24,7 @@ _EXAMPLE = "shardwise finetune --model models/Llama-3.2-1B --data chats.jsonl --
 # Options that no other verb has, or that mean something of their own here.
 _SWITCH: dict[str, Any] = {"action": "store_true", "default": None}
 _OWN: dict[str, dict[str, Any]] = {
-    "method": {"choices": CHOICES}, "epochs": {"metavar": "N"}, "steps": {"metavar": "N"},
+    "method": {"choices": CHOICES}, "compile": _SWITCH, "epochs": {"metavar": "N"}, "steps": {"metavar": "N"},
     "learning_rate": {"metavar": "RATE"}, "adapter_rank": {"metavar": "R"}, "dora": _SWITCH,
     "chat_template": {"metavar": "FILE"}, "answers": {"choices": ANSWERS}, "out": {"metavar": "FOLDER"},
     "plan_only": _SWITCH,
@@ -70,6 +70,7 @@ def _parser() -> Parser:
     add_field_argument(parser, "--cluster", " (default: this machine)")
     add_field_argument(parser, "--seq", " (default: what holds nearly every conversation, up to 4096)")
     add_field_argument(parser, "--global-batch", " (default 16)")
+    add_field_argument(parser, "--precision")
     records = {record.name: record for record in fields_of(FineTuningOptions)}
     for name, settings in _OWN.items():
         parser.add_argument("--" + name.replace("_", "-"), help=records[name].help, **settings)

@@ -81,9 +81,12 @@ def choose_method(
 def tuned(request: Request, method: Method, adapters: Adapters) -> Request:
     """The request for one method."""
     fields: dict[str, Any] = {"adapters": None, "trained": (), "base_precision": "computed"}
+    training = request.job.training
+    if method == "qlora" and training.recipe.compute not in ("fp32", "bf16", "fp16"):  # which 4 bits are decoded to
+        training = replace(training, precision="bf16")
     if method != "full":
-        narrow = request.job.training.recipe.compute != "fp32"
+        narrow = training.recipe.compute != "fp32"
         quantised = "nf4" if adapters.method == "dora" else "nf4-double"  # of which DoRA cannot measure rows alone
         base = quantised if method == "qlora" else ("bf16" if narrow else "computed")
         fields = {"adapters": adapters, "trained": (), "base_precision": base}
-    return replace(request, job=replace(request.job, training=replace(request.job.training, **fields)))
+    return replace(request, job=replace(request.job, training=replace(training, **fields)))
