@@ -112,6 +112,7 @@ BESIDE: dict[str, tuple[Fields, Fields]] = {
     "experts": ({}, EXPERTS),
     "dpo": ({"training": {"adapters": {}}}, {"training": {"adapters": {}, "task": "dpo"}}),
     "dora": ({"training": {"adapters": {}}}, {"training": {"adapters": {"method": "dora"}}}),
+    "adapter-dropout": ({"training": {"adapters": {}}}, {"training": {"adapters": {"dropout": 0.1}}}),
     **{f"base-{name}": ({"model": BLOCKS, "training": {"adapters": {}}},
                         {"model": BLOCKS, "training": {"adapters": {}, "base_precision": name}})
        for name in ("fp8", "int8", "nf4", "nf4-double")},

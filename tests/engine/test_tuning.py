@@ -29,10 +29,12 @@ from shardwise.spec.parameters import trained_parameters
 from shardwise.spec.support import verdict
 
 LORA, DORA = Adapters(rank=4, alpha=8), Adapters(rank=4, alpha=6, method="dora", scaling="rank-stabilised")
+DROPPING = Adapters(rank=4, alpha=8, dropout=0.3)
 EACH: dict[str, Any] = {"adapters": Adapters(rank=4, alpha=8, experts=True)}
 TUNINGS: dict[str, dict[str, Any]] = {
     "lora": {"adapters": LORA},
     "dora": {"adapters": DORA},
+    "dropout": {"adapters": DROPPING},
     "few": {"adapters": Adapters(rank=4, targets=("o_proj", "up_proj"), layers=(2,)), "trained": ("norms",)},
     "head": {"trained": ("head",)},
     "middle": {"trained": ("layers.1", "norms")},
@@ -63,6 +65,9 @@ QUICK = [
     ("lora", Layout.of("tiny-moe", tensor="plain", experts="ep-expert-tp", data="zero-0")),
     ("lora", Layout.of("tiny", context="ulysses", pipeline="zbv", data="zero-3")),
     ("few", Layout.of("tied-gpt", pipeline="interleaved", data="zero-1")),
+    ("dropout", Layout.of("tiny", pipeline="1f1b", tensor="sp", recompute="full")),
+    ("dropout", Layout.of("tiny-mla", context="ring", tensor="overlapped", data="zero-3")),
+    ("dropout", Layout.of("tiny-moe", tensor="plain", data="zero-1")),
     ("head", Layout.of("tiny", pipeline="zb-h1", data="zero-3")),
     ("embedding", Layout.of("tied-gpt", pipeline="1f1b", tensor="sp")),
     ("middle", Layout.of("tiny", pipeline="1f1b", context="ring", recompute="selective")),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from shardwise.models.dropout import keys_of_tokens
 from shardwise.models.layer import Ahead, ahead_of
 from shardwise.models.loss import IGNORED
 
@@ -22,6 +23,7 @@ class Batch:
     documents: Tensor | None = None  # numbers of the documents that are packed into each row
     most_documents: int | None = None  # the most documents in any row, where that is known
     ahead: Ahead | None = None  # what prediction modules read and predict (`with_ahead`)
+    token_keys: Tensor | None = None  # what the dropout of adapters follows (`with_keys`)
 
     @classmethod
     def of(
@@ -36,13 +38,19 @@ class Batch:
         documents = None if self.documents is None else change(self.documents)
         changed = change(self.tokens), change(self.labels), change(self.positions)
         ahead = None if self.ahead is None else Ahead(change(self.ahead.tokens), change(self.ahead.labels))
-        return Batch(*changed, documents, self.most_documents, ahead)
+        token_keys = None if self.token_keys is None else change(self.token_keys)
+        return Batch(*changed, documents, self.most_documents, ahead, token_keys)
 
     def with_ahead(self, modules: int) -> Batch:
         """Adds what so many prediction modules read and predict; call on whole sequences, before they are cut."""
         if modules == 0:
             return self
         return replace(self, ahead=ahead_of(self.tokens, self.labels, self.documents, modules))
+
+    def with_keys(self, seed: int, step: Tensor | int, rows: range, of_rows: int) -> Batch:
+        """Adds what dropout follows; these are some ``rows`` of a global batch; call on whole sequences."""
+        keys = keys_of_tokens(seed, step, rows, of_rows, self.tokens.shape[1], self.tokens.device)
+        return replace(self, token_keys=keys)
 
     def share(self, rank: int, size: int) -> Batch:
         """The sequences of one of ``size`` data-parallel ranks, of a global batch."""

@@ -62,6 +62,7 @@ class Engine(Trainer[Batch]):
             tied.follow()
         initialise_parts(stages.values(), job.model, seed)
         settings = job.training.preference or Preference()
+        self.seed = seed
         self.preference = PreferenceLoss(settings, mesh) if job.training.task == "dpo" else None
         super().__init__(job, place, mesh, stages, tied, data, self.preference or call_decoder, DECODER)
         self.mixtures = [
@@ -80,6 +81,10 @@ class Engine(Trainer[Batch]):
             mixture.balance_scale = balance if self.scaler is None else balance * self.scaler.scale
         if self.preference is not None:
             batch = in_pairs(batch)
+        adapters = self.job.training.adapters
+        if adapters is not None and adapters.dropout and torch.is_grad_enabled():  # evaluation drops nothing
+            step = self.optimizer.param_groups[0]["step"].long()
+            batch = batch.with_keys(self.seed, step, self.rows, self.job.sequences)
         mine = self.own_tokens(batch.with_ahead(self.job.model.mtp_layers))
         parts = mine.microbatches(mine.tokens.shape[0] // self.own_job.strategy.microbatch, self.replicas)
         return parts, mine.counted.float() if self.preference is None else pairs_of(batch) / self.mesh.size("cp")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from shardwise.engine.parameters import plain_name
 from shardwise.engine.tuning import trains
 from shardwise.models.adapters import MODULES, add_adapters, is_of_adapter
 from shardwise.models.decoder import Decoder, is_stack_of_experts
+from shardwise.models.dropout import dropped, keys_in_layer, mixed, salt_of
 from shardwise.models.loss import IGNORED
 from shardwise.models.moe import MoELayer
 from shardwise.models.stored import StoredWeight, fill_stored
@@ -25,7 +27,8 @@ from shardwise.spec.job import Job
 class PlainModel:
     """The plain decoder as a function of ``weights``, of which the job trains some.
 
-    With adapters it computes with the sums W + s·B·A themselves, of which the engine never makes one.
+    With adapters it computes with the sums W + s·B·A themselves, of which the engine never makes one, and beside what
+    dropout leaves of their inputs.
     """
 
     def __init__(self, job: Job, value_of: Callable[[str, tuple[int, ...]], Tensor]) -> None:
@@ -47,11 +50,16 @@ class PlainModel:
             self.weights[name] = value.requires_grad_(trained)
             if is_of_adapter(name):
                 self.adapted.add(name.rpartition(".")[0])
+        if self.adapters is not None and self.adapters.dropout:
+            for adapter in self.adapted:
+                linear = self.decoder.get_submodule(adapter.removesuffix(".adapter"))
+                linear.register_forward_hook(partial(self._beside_dropped, adapter))
         for mixture in mixtures_of(self.decoder):
             mixture[1].router.gate.requires_grad_(trains(tuning, f"{mixture[0]}.router.gate.weight", job.model))
 
     def __call__(self, batch: Batch) -> Tensor:
         """The summed loss."""
+        self.token_keys = batch.token_keys
         weights = {name: weight for name, weight in self.weights.items() if not is_of_adapter(name)}
         for adapter in self.adapted:
             name = adapter.removesuffix(".adapter") + ".weight" if adapter.endswith(".adapter") else adapter[:-8]
@@ -59,8 +67,10 @@ class PlainModel:
         named = {"positions": batch.positions, "documents": batch.documents}
         if self.preference is not None:
             plain = {name: self.weights[name] for name in weights}
+            self.token_keys = None
             with torch.no_grad():
                 before = self._of_documents(plain, batch, named)
+            self.token_keys = batch.token_keys
             return self._preferences(self._of_documents(weights, batch, named), before)
         loss: Tensor = torch.func.functional_call(self.decoder, weights, (batch.tokens, batch.labels), named)
         return loss
@@ -89,6 +99,8 @@ class PlainModel:
 
     def _summed(self, weight: Tensor, adapter: str) -> Tensor:
         assert self.adapters is not None
+        if self.adapters.dropout:
+            return weight
         a, b = self.weights[f"{adapter}.a"], self.weights[f"{adapter}.b"]
         summed = weight + self.adapters.factor * (a @ b if is_stack_of_experts(f"{adapter}.a") else b @ a)
         if self.adapters.method == "lora":
@@ -96,6 +108,16 @@ class PlainModel:
         lengths = summed.detach().norm(dim=1, keepdim=True)
         brought: Tensor = summed * (self.weights[f"{adapter}.magnitude"][:, None] / lengths)
         return brought
+
+    def _beside_dropped(self, adapter: str, linear: nn.Module, given: tuple[Tensor], outputs: Tensor) -> Tensor:
+        """The outputs of a linear layer and those of its adapter, as PEFT writes it (tuners/lora/layer.py)."""
+        if self.token_keys is None or self.adapters is None:
+            return outputs
+        _, layer, inside = adapter.removesuffix(".adapter").split(".", 2)
+        keys = mixed(keys_in_layer(self.token_keys, int(layer)) ^ salt_of(inside))
+        left = dropped(given[0], keys, 0, self.adapters.dropout)
+        a, b = self.weights[f"{adapter}.a"], self.weights[f"{adapter}.b"]
+        return outputs + self.adapters.factor * F.linear(F.linear(left, a), b)
 
 
 def _is_linear_of_layer(name: str) -> bool:

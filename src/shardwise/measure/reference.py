@@ -172,6 +172,8 @@ def run_reference(job: Job, steps: int, seed: int, after_step: Callable[[], None
 def _gradients(model: PlainModel, job: Job, step: int, seed: int) -> float:
     """Runs forward and backward over one global batch, a few sequences at a time; the mean loss over its labels."""
     batch = sample_batch(job, step, seed)
+    if job.training.adapters is not None and job.training.adapters.dropout:
+        batch = batch.with_keys(seed, step, range(job.sequences), job.sequences)
     counted: Tensor | int = batch.counted if job.training.task != "dpo" else 2 * job.sequences
     for _, mixture in mixtures_of(model.decoder):
         mixture.balance_scale = job.model.numerics.balance_loss / job.sequences

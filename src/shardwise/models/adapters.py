@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.models.dropout import InputDropout, TokenKeys, salt_of
 from shardwise.models.mlp import as_they_are
 from shardwise.models.moe import GroupedExperts, grouped_product
 from shardwise.models.stored import StoredWeight, stored_product, weight_of
@@ -42,10 +43,12 @@ class Adapter(nn.Module):
         self.factor = adapters.factor
         self.on = True  # off: the frozen layer alone
         self.over_inputs: Norms | None = None  # sums over the ranks that the inputs are cut over
+        self.dropout: InputDropout | None = None
 
     def narrow(self, inputs: Tensor) -> Tensor:
         """[..., inputs] to [..., rank], scaled: cheaper here than behind ``b``."""
-        return F.linear(inputs, self.a) * self.factor
+        of_some = None if self.dropout is None else self.dropout.narrow(inputs, self.a)
+        return (F.linear(inputs, self.a) if of_some is None else of_some) * self.factor
 
     def widened(self, products: Tensor, narrow: Tensor) -> Tensor:
         """The frozen layer's products plus those of the adapter."""
@@ -163,7 +166,13 @@ def add_adapters(root: nn.Module, adapters: Adapters) -> None:
     """Gives a decoder, or what is left of one, its adapters, without values."""
     for name, linear in list(adapted_linears(root, adapters)):
         before, _, own = name.rpartition(".")
-        setattr(root.get_submodule(before), own, TunedLinear(linear, adapters))
+        tuned = TunedLinear(linear, adapters)
+        setattr(root.get_submodule(before), own, tuned)
+        if adapters.dropout and tuned.adapter is not None:
+            _, index, inside = name.split(".", 2)
+            layer: Any = root.get_submodule(f"layers.{index}")
+            layer.token_keys = layer.token_keys or TokenKeys()
+            tuned.adapter.dropout = InputDropout(adapters.dropout, salt_of(inside), layer.token_keys)
     for experts, own in list(adapted_experts(root, adapters)):
         setattr(experts, f"{own}_adapter", ExpertAdapter(getattr(experts, own), adapters))
 

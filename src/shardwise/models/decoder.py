@@ -19,6 +19,7 @@ from shardwise.models import kernels
 from shardwise.models.adapters import initial_adapter, is_of_adapter
 from shardwise.models.attention import Rotation, attention_scale, rotation_of
 from shardwise.models.dot_product import AttentionArguments, document_bounds
+from shardwise.models.dropout import keys_in_layer
 from shardwise.models.layer import Ahead, Layer, PredictionLayer, ahead_of, window_of
 from shardwise.models.loss import cross_entropy_sum, softly_capped
 from shardwise.models.norms import norm_of
@@ -65,6 +66,7 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
         most_documents: int | None = None,
         ahead: Ahead | None = None,
+        token_keys: Tensor | None = None,
     ) -> Tensor:
         """The summed loss, logits or hidden states: whatever the last remaining part produces.
 
@@ -73,7 +75,7 @@ class Decoder(nn.Module):
         or 1, seq] count from 0 along the row unless given. ``documents`` [batch, seq] number packed documents, which do
         not see each other; no row has more than ``most_documents`` (without this number a GPU takes a slower path).
         ``ahead`` is what prediction modules read and predict; it has to be given unless ``inputs`` are whole sequences
-        of tokens.
+        of tokens. ``token_keys`` [batch, seq] are what dropout follows; without them nothing is dropped.
         """
         places = positions
         if places is None:
@@ -93,7 +95,9 @@ class Decoder(nn.Module):
 
         def run(index: int, layer: nn.Module, states: Tensor, *more: Tensor) -> Tensor:
             window = window_of(self.model, index)
-            arguments = AttentionArguments(self.model.causal, window, scale, documents, positions, bounds, softcap)
+            keys = None if token_keys is None else keys_in_layer(token_keys, index)
+            seen = (self.model.causal, window, scale, documents, positions, bounds, softcap)
+            arguments = AttentionArguments(*seen, token_keys=keys)
             result: Tensor = layer(states, rotation if window is None else windowed_rotation, arguments, *more)
             return result
 

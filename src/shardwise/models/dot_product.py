@@ -66,7 +66,7 @@ SCORES_AT_ONCE = 2**26  # a quarter of a GiB in fp32
 
 @dataclass(frozen=True)
 class AttentionArguments:
-    """Which keys a query sees, and how scores are scaled."""
+    """Which keys a query sees, how scores are scaled, and what else a layer has to know of its tokens."""
 
     causal: bool
     window: int | None  # number of keys that a query sees, its own included
@@ -77,6 +77,7 @@ class AttentionArguments:
     """Given by the caller (None: 0, 1, 2 ... along the row); the order of tokens for those who reorder rows."""
     bounds: Tensor | None = None  # the same as `documents`, by `document_bounds`; where known
     softcap: float | None = None  # makes c·tanh(x/c) of the scaled scores
+    token_keys: Tensor | None = None  # what dropout follows (`models.dropout.keys_in_layer`); None: without it
 
 
 def dot_product_attention(query: Tensor, key: Tensor, value: Tensor, arguments: AttentionArguments) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shardwise.models.attention import Attention, MultiHeadLatentAttention, Rotation
 from shardwise.models.compiled_layer import gated_down, normed_beside, normed_projection
 from shardwise.models.dot_product import AttentionArguments
+from shardwise.models.dropout import TokenKeys
 from shardwise.models.loss import IGNORED
 from shardwise.models.mlp import MLP, is_plain, project_each
 from shardwise.models.moe import MoELayer
@@ -31,6 +32,7 @@ class Layer(nn.Module):
         super().__init__()
         before, behind = not model.norm_after, model.norm_after or model.norms_per_layer == 4
         self.parallel, self.remakes = model.parallel_block, False
+        self.token_keys: TokenKeys | None = None  # what adapters with dropout read
         self.attention_norm = norm_of(model) if before else None
         self.attention = MultiHeadLatentAttention(model) if model.mla else Attention(model)
         self.attention_out_norm = norm_of(model) if behind else None
@@ -39,6 +41,8 @@ class Layer(nn.Module):
         self.mlp_out_norm = norm_of(model) if behind else None
 
     def forward(self, hidden: Tensor, rotation: Rotation | None, arguments: AttentionArguments) -> Tensor:
+        if self.token_keys is not None:
+            self.token_keys.now = arguments.token_keys
         if self.remakes and torch.compiler.is_compiling():
             return self._remaking(hidden, rotation, arguments)
         if self.parallel:

@@ -273,3 +273,28 @@ def made_of_nf4(
     values = tl.reshape(apart, (SCALES, 64)) * scale[:, None]
     to = result + block * 64 + tl.arange(0, 64)[None, :]
     tl.store(to, values.to(result.dtype.element_ty), mask=there[:, None])
+
+
+# -- Dropout of the inputs of adapters: `models.dropout.dropped` -----------------------------------
+
+
+DROPPED_FEATURES = 1024  # that a program handles
+
+
+@triton.jit
+def mixed(bits):
+    bits = (bits ^ (bits >> 16)) * 0x7FEB352D
+    bits = (bits ^ (bits >> 15)) * 0x846CA68B
+    return bits ^ (bits >> 16)
+
+
+@triton.jit
+def drop(inputs, keys, left, features, first_feature, bound, kept, FEATURES: tl.constexpr):
+    column = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
+    inside = column < features
+    key = tl.load(keys + tl.program_id(0)).to(tl.uint32, bitcast=True)
+    bits = mixed(key + (column + first_feature).to(tl.uint32) * 0x9E3779B9) & 0x7FFFFFFF
+    place = tl.program_id(0).to(tl.int64) * features + column
+    values = tl.load(inputs + place, mask=inside, other=0.0).to(tl.float32) / kept
+    values = tl.where(bits >= bound, values, 0.0)
+    tl.store(left + place, values.to(left.dtype.element_ty), mask=inside)

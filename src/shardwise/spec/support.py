@@ -216,8 +216,12 @@ MATRIX: tuple[Finding, ...] = (
            "offload.optimizer at least as large as offload.gradients", "strategy.offload.optimizer", 1.0),
     *_each("dropout", "priced only", "our attention kernels do not draw the same random numbers in every layout",
            "dropout: false", "training.dropout"),
-    *_each("adapter-dropout", "priced only", "layouts would draw other random numbers for the inputs of adapters",
-           "adapters.dropout: 0", "training.adapters.dropout"),
+    # PEFT refuses the first pair too (tuners/lora/layer.py, ParamWrapper); for the second it multiplies frozen weights
+    # once more, by what is left of their inputs (tuners/lora/dora.py).
+    *_each("adapter-dropout + adapters-on-experts", "priced only", "inputs of stacked experts are not dropped",
+           "adapters.dropout: 0, or experts: false", "training.adapters.dropout"),
+    *_each("adapter-dropout + dora", "priced only", "frozen weights would be multiplied by dropped inputs too",
+           "adapters.dropout: 0, or method: lora", "training.adapters.dropout"),
     *_each("dora + adapters-on-experts", "priced only", "lengths of rows are not trained in stacked experts",
            "method: lora, or experts: false", "training.adapters.method"),
     *_each("dora + fp8|fp8-delayed|fp8-rowwise|fp8-blockwise", "priced only",

@@ -215,7 +215,9 @@ def _adapter(
         forward, backward = rows * (2 * inner + 4 * columns), rows * (4 * columns + 10 * inner)
     elif shape.adapters == "fp32":  # the input is cast to fp32 and back, and so is its gradient
         forward, backward, dropout_bytes = forward + 12 * rows * inner, backward + 12 * rows * inner, 9.0
-    if adapters.dropout:
+    if adapters.dropout and shape.adapters == "added":  # drawn again in the backward pass, which drops gradients too
+        forward, backward = forward + 4 * rows * inner, backward + 8 * rows * inner
+    elif adapters.dropout:
         forward, backward = forward + dropout_bytes * rows * inner, backward + dropout_bytes * rows * inner
     if adapters.method == "dora":
         # PEFT's DoraLinearLayer: B·A is multiplied out, scaled, added to the weight, and its rows are measured (14

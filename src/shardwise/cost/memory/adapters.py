@@ -23,8 +23,8 @@ def input_share(job: Job, moe: bool, part: Part, roles: tuple[MatrixRole, ...]) 
 def adapter_bytes(job: Job, element: float, *, moe: bool) -> float:
     """What the adapters of a layer keep, ``element`` bytes of each number; the mean of its kind of layers.
 
-    The results of the narrow first products; with dropout their inputs once for each matrix, and masks; with DoRA the
-    outputs that its lengths scale.
+    The results of the narrow first products; with dropout their inputs once for each matrix, and masks, unless these
+    are drawn again; with DoRA the outputs that its lengths scale.
     """
     model, tuning, strategy = job.model, job.training.tuning, job.strategy
     adapters, tokens, kept = tuning.adapters, job.microbatch_tokens, 0.0
@@ -38,7 +38,7 @@ def adapter_bytes(job: Job, element: float, *, moe: bool) -> float:
     for rows, ranks, matrices in groups:
         for matrix in filter(adapters.adapts, matrices):
             kept += rows * adapters.rank * element
-            if adapters.dropout:
+            if adapters.dropout and job.stack.adapters != "added":
                 inputs = matrix.inputs * (matrix.share(ranks) if matrix.split == "row" else 1)
                 kept += rows * inputs * (element + 1)
             # Of a compiled layer's gate and up, their lengths are multiplied once more: only the products are kept.

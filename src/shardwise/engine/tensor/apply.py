@@ -30,7 +30,7 @@ from shardwise.engine.tensor.linear import (
     reduce,
     scatter,
 )
-from shardwise.models.adapters import adapter_of
+from shardwise.models.adapters import Adapter, adapter_of
 from shardwise.models.loss import differentiate_, statistics, summed_loss
 from shardwise.spec.model import Model
 
@@ -189,6 +189,9 @@ def apply_tensor(root: nn.Module, mesh: Mesh, patterns: Patterns, model: Model) 
     for pattern, heads in patterns.wide_norms.items():
         for name, norm in list(matching(root, pattern)):
             replace_module(root, name, WideNorm(norm, rank, group, getattr(model, heads) if heads else 0))
+    for module in root.modules():
+        if isinstance(module, Adapter) and module.dropout is not None:
+            module.dropout.part = rank, group.size()
     _cut_vocabulary(root, patterns, model, rank, group, sequence_parallel)
     for _, positions in matching(root, patterns.position_embedding):
         if sequence_parallel:

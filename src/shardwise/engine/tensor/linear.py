@@ -230,6 +230,8 @@ def _cut_inputs(adapter: Adapter, rank: int, group: dist.ProcessGroup, sequence_
     size, whole = group.size(), tuple(adapter.a.shape)
     width = whole[1] // size
     keep(adapter, "a", HeldPart(whole).cut(1, rank * width, (rank + 1) * width))
+    if adapter.dropout is not None:
+        adapter.dropout.first_feature = rank * width
     note_part(adapter, "b", HeldPart(tuple(adapter.b.shape), copies=size, partial="tp"))
     if adapter.magnitude is not None:
         part = HeldPart(tuple(adapter.magnitude.shape), copies=size, partial="tp" if sequence_parallel else None)
