@@ -132,6 +132,31 @@ def test_compiled_layers_share_a_graph_and_drop_the_same() -> None:
     assert counters["stats"]["unique_graphs"] == 2  # for all layers: with keys and without
 
 
+def test_compiled_layers_keep_no_more_for_their_backward_pass() -> None:
+    """The compiler would keep what is left if it knew that the backward pass draws the same again."""
+
+    def kept_bytes(share: float) -> int:
+        torch._dynamo.reset()
+        decoder = Decoder(LLAMA)
+        add_adapters(decoder, Adapters(rank=4, dropout=share))
+        initialise(decoder, 0, LLAMA)
+        for name, parameter in decoder.named_parameters():
+            parameter.requires_grad_(".adapter." in name)
+        apply_compile(decoder, Strategy(), DECODER, backend="aot_eager_decomp_partition")  # as inductor decides it
+        tokens = torch.arange(512).view(2, 256) % LLAMA.vocab
+        kept: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            decoder(tokens, tokens, token_keys=keys(rows=range(2)))
+        return sum(kept.values())
+
+    assert kept_bytes(0.5) <= kept_bytes(0.0)
+
+
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_kernel_drops_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

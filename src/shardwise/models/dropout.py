@@ -83,23 +83,27 @@ class _NarrowOfDropped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inputs, matrix, keys = ctx.saved_tensors
-        of_inputs = dropped(gradient @ matrix, keys, *ctx.drawn) if ctx.needs_input_grad[0] else None
+        of_inputs = dropped(gradient @ matrix, keys, *ctx.drawn, again=True) if ctx.needs_input_grad[0] else None
         of_matrix = None
         if ctx.needs_input_grad[1]:
-            of_matrix = gradient.flatten(0, -2).T @ dropped(inputs, keys, *ctx.drawn).flatten(0, -2)
+            of_matrix = gradient.flatten(0, -2).T @ dropped(inputs, keys, *ctx.drawn, again=True).flatten(0, -2)
         return of_inputs, of_matrix, None, None, None
 
 
 GOLDEN = 0x9E3779B9 - 2**32  # 2^32 over the golden ratio: keeps features apart (Knuth, volume 3, section 6.4)
 
 
-def dropped(inputs: Tensor, keys: Tensor, first_feature: int, share: float) -> Tensor:
-    """``inputs`` [..., features] without a ``share`` of them, the rest scaled so that the mean stays."""
+def dropped(inputs: Tensor, keys: Tensor, first_feature: int, share: float, *, again: bool = False) -> Tensor:
+    """``inputs`` [..., features] without a ``share`` of them, the rest scaled so that the mean stays.
+
+    ``again``: the same, in words that the compiler does not take for the same. It would keep what the first time gave.
+    """
     if kernels.run_on(inputs.device) and not torch.compiler.is_compiling():
         return _by_kernel(inputs.contiguous(), keys.contiguous(), first_feature, share)
     features = torch.arange(inputs.shape[-1], device=inputs.device, dtype=torch.int32) + first_feature
-    bits = mixed(keys[..., None] + features * GOLDEN) & 0x7FFFFFFF
-    return torch.where(bits >= _bound(share), inputs / (1 - share), 0.0)
+    tokens, columns = keys[..., None], features * GOLDEN
+    bits = mixed(columns + tokens if again else tokens + columns) & 0x7FFFFFFF
+    return torch.where(bits >= _bound(share), inputs, 0.0) / (1 - share)
 
 
 def _by_kernel(inputs: Tensor, keys: Tensor, first_feature: int, share: float) -> Tensor:
