@@ -132,7 +132,7 @@ def test_bases_in_fewer_bits_equal_one_process(form: str, layout: Layout) -> Non
 WHOLE_BLOCKS = {"hidden": 512, "ffn": 512, "heads": 4, "kv_heads": 4}
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["nf4-double", "fp8", "int8", "nf4", "bf16", "computed"])
 @pytest.mark.parametrize(("model", "recompute"), [("tiny", "none"), ("tiny-moe", "full"), ("tiny", "selective")])
 def test_compiled_layers_train_the_same(form: str, model: str, recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:

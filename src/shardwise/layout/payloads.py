@@ -41,6 +41,8 @@ class Role(Enum):
     LATENTS = "latents"
     LATENT_GRADIENTS = "latent gradients"
     SAVED_LATENTS = "saved latents"
+    NARROW = "narrow vectors of adapters"
+    NARROW_GRADIENTS = "gradients of adapters' narrow vectors"
     UNSPLIT_GRADIENTS = "gradients of unsplit parameters"
     EMBEDDING = "embedding"
     EMBEDDING_GRADIENT = "embedding gradient"

@@ -124,6 +124,28 @@ def test_bytes_of_every_dimension_are_as_planned(case: str) -> None:
     assert not dist.is_initialized()
 
 
+TUNED: dict[str, dict[str, Any]] = {
+    "adapters": {"adapters": {"rank": 8}},
+    "parts": {"trained": ["layers.1", "head"]},
+    "norms": {"trained": ["norms"]},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tuning", TUNED)
+@pytest.mark.parametrize(
+    "strategy",
+    [{"tp": 2, "overlap": {"tp": True}}, {"tp": 2, "recompute": "full"}, {"tp": 2, "sequence_parallel": False}],
+    ids=["overlapped", "recomputed", "plain"],
+)
+@pytest.mark.parametrize("model", [DEEPER, LATENT, FULL_QUERIES], ids=["plain", "latent", "full-queries"])
+def test_bytes_of_what_is_tuned_are_as_planned(model: dict[str, Any], strategy: dict[str, Any], tuning: str) -> None:
+    """Of tensor parallelism: adapters send narrow vectors, and inputs that no gradient reads are not gathered again."""
+    wide = {**model, "layers": 24, "hidden": 256}
+    found = dry_run(job(wide, {**strategy, "dp": 4}, 4, **TUNED[tuning]))
+    assert [line for line in differing(found, memory=False) if line.startswith("tp")] == []
+
+
 # -- memory: of real models ---------------------------------------------------------------------------
 
 LLAMA = {

@@ -59,7 +59,8 @@ def train(one: Job, folder: str, steps: int, resume: bool) -> dict[str, Any]:
 
 
 LAYOUTS: list[Any] = [
-    ("tiny", {"devices": 4, "tp": 2, "pp": 2}, {"devices": 2, "dp": 2, "zero": 3}),
+    ("tiny", {"devices": 2, "tp": 2}, {"devices": 2, "dp": 2, "zero": 3}),
+    pytest.param("tiny", {"devices": 4, "tp": 2, "pp": 2}, {"devices": 2, "dp": 2, "zero": 3}, marks=pytest.mark.slow),
     pytest.param("tiny", {"devices": 4, "dp": 4, "zero": 1}, {"devices": 4, "tp": 4}, marks=pytest.mark.slow),
     ("tiny-moe", {"devices": 4, "dp": 4, "ep": 4, "zero": 3}, {"devices": 2, "dp": 2, "tp": 1, "ep": 2}),
     pytest.param(

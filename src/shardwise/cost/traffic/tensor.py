@@ -9,6 +9,7 @@ latent vectors of a rank's own tokens instead of the hidden states.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -27,9 +28,9 @@ from shardwise.layout.network import spanned
 from shardwise.layout.payloads import Payload, Phase, Role, Share, sent_backward, sent_forward
 from shardwise.layout.pieces import share_beside_products
 from shardwise.layout.stages import RankContents, layers_of_kind
-from shardwise.spec.fine_tuning import NOTHING, Tuning
+from shardwise.spec.fine_tuning import NOTHING, TARGETS, Adapters, Part, Tuning
 from shardwise.spec.job import Job
-from shardwise.spec.model import MixtureOfExperts, Split
+from shardwise.spec.model import MatrixRole, MixtureOfExperts, Split
 from shardwise.spec.parameters import tuned_layer
 from shardwise.spec.strategy import Strategy
 
@@ -83,28 +84,81 @@ def _layer_traffic(job: Job, contents: RankContents, topology: Topology) -> list
             _Line(sent_backward(Role.INPUT_GRADIENTS), scatter, reading, reading, "column", "weight_gradient"),
         ]
         if job.stack.tp_inputs == "shared" or job.strategy.recompute != "full":
-            lines.append(_Line(sent_backward(Role.SAVED_INPUTS), gather, reading, reading, "column", "input_gradient"))
+            saved = _reading_hidden_states(job, contents, trained_only=True)
+            lines.append(_Line(sent_backward(Role.SAVED_INPUTS), gather, saved, saved, "column", "input_gradient"))
     products = _Products(job, contents)
     return [
         *(_beside_its_product(job, topology, line, products) for line in lines),
         *_latent_traffic(job, contents, topology, again),
+        *_adapter_traffic(job, contents, topology, again),
         *_wide_norm_traffic(job, contents, topology, again),
     ]
 
 
-def _reading_hidden_states(job: Job, contents: RankContents) -> tuple[int, int]:
-    """How often split projections of the hidden states gather them; latent attention does not.
+def _reading_hidden_states(job: Job, contents: RankContents, *, trained_only: bool = False) -> tuple[float, float]:
+    """How often split projections of the hidden states gather them in the dense and in the mixture-of-experts layers.
 
-    Once for each of the `_blocks` that begins so, or for each of its projections (`Stack.tp_inputs`).
+    Once for attention and once for the MLP, or for each of their projections (`Stack.tp_inputs`); latent attention
+    sends its latent vectors instead. ``trained_only``: those that have weight gradients.
     """
-    dense, moe = _blocks(job, contents)
-    if job.stack.tp_inputs == "each" and job.model.mla is None:
-        queries_keys_values, gate_and_up = 3, 2 if job.model.gated else 1
-        dense += contents.dense_layers * (queries_keys_values + gate_and_up - 2)
-        moe += contents.moe_layers * (queries_keys_values - 1)
-    if job.model.mla is None or job.model.mla.q_rank is None or _is_one_block(job):
-        return dense, moe
-    return dense - contents.dense_layers, moe - contents.moe_layers
+    counts, tuning = [], job.training.tuning
+    for layers, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
+        attention, mlp = 1, _blocks_of_layer(job, moe) - 1
+        if job.stack.tp_inputs == "each" and job.model.mla is None:
+            attention, mlp = 3, mlp * (2 if job.model.gated and not moe else 1)
+        if job.model.mla is not None and job.model.mla.q_rank is not None and not _is_one_block(job):
+            attention = 0
+        shares: list[float] = [1, 1]
+        if trained_only and not tuning.everything:
+            shares = [tuning.trained_share(part, layers_of_kind(job.model, moe=moe)) for part in _SPLIT_PARTS]
+            shares = [max(shares)] * 2 if _is_one_block(job) else shares
+        counts.append(layers * (attention * shares[0] + mlp * shares[1]))
+    return counts[0], counts[1]
+
+
+_SPLIT_PARTS: tuple[Part, Part] = ("attention", "mlp")
+
+
+def _adapter_traffic(job: Job, contents: RankContents, topology: Topology, again: float) -> list[Traffic]:
+    """The narrow vectors of adapters beside column-parallel layers, made where their inputs are and sent together.
+
+    Those of row-parallel layers are part of the layers' own sums, unless these are decomposed.
+    """
+    adapters, strategy, traffics = job.training.adapters, job.strategy, []
+    if adapters is None:
+        return []
+    columns: list[tuple[MatrixRole, ...]] = [(MatrixRole.GATE, MatrixRole.UP) if job.model.gated else (MatrixRole.UP,)]
+    if job.model.mla is None:
+        columns.append((MatrixRole.QUERY, MatrixRole.KEY, MatrixRole.VALUE))
+    elif job.model.mla.q_rank is None:  # other projections of latent attention read what every rank has
+        columns.append((MatrixRole.QUERY,))
+    rows: list[tuple[MatrixRole, ...]] = []
+    if strategy.overlap.tp:
+        rows = [(MatrixRole.ATTENTION_OUTPUT,), (MatrixRole.DOWN,)]
+    for layers, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
+        calls = layers * job.microbatches * job.training.tuning.adapted_share(layers_of_kind(job.model, moe=moe))
+        for group in (*columns, *rows):
+            width = adapters.rank * len(adapters.roles.intersection(group))
+            split = not moe or (job.model.moe and job.model.moe.shared_ffn) or not _OF_MLP.issuperset(group)
+            if not (calls and width and split):
+                continue
+            size = job.computed_tokens * width * job.training.recipe.communication
+            for payload, kind, repeated in _around_narrow(strategy.sequence_parallel, group in rows, again):
+                traffics.append(priced("tp", payload, kind, size, calls, topology, strategy.collective, repeated))
+    return traffics
+
+
+_OF_MLP = frozenset((MatrixRole.GATE, MatrixRole.UP, MatrixRole.DOWN))
+
+
+def _around_narrow(sequence_parallel: bool, row: bool, again: float) -> Iterator[tuple[Payload, CollectiveKind, float]]:
+    forward, backward = sent_forward(Role.NARROW), sent_backward(Role.NARROW_GRADIENTS)
+    gather, scatter = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER
+    if sequence_parallel:
+        yield forward, scatter if row else gather, again
+        yield backward, gather if row else scatter, 0.0
+    else:
+        yield backward, CollectiveKind.ALL_REDUCE, 0.0
 
 
 def _wide_norm_traffic(job: Job, contents: RankContents, topology: Topology, again: float) -> list[Traffic]:
@@ -122,9 +176,9 @@ def _latent_traffic(job: Job, contents: RankContents, topology: Topology, again:
     if mla is None:
         return []
 
-    def line(payload: Payload, kind: CollectiveKind, features: int, again: float = 0.0) -> Traffic:
+    def line(payload: Payload, kind: CollectiveKind, features: int, again: float = 0.0, share: float = 1.0) -> Traffic:
         size = job.computed_tokens * features * job.training.recipe.communication
-        return priced("tp", payload, kind, size, calls, topology, strategy.collective, again)
+        return priced("tp", payload, kind, size, calls * share, topology, strategy.collective, again)
 
     narrow, gather = mla.narrow_features, CollectiveKind.ALL_GATHER
     if not strategy.sequence_parallel:
@@ -136,8 +190,9 @@ def _latent_traffic(job: Job, contents: RankContents, topology: Topology, again:
         line(sent_forward(Role.LATENTS), gather, narrow, again),
         line(sent_backward(Role.LATENT_GRADIENTS), CollectiveKind.REDUCE_SCATTER, narrow),
     ]
-    if cut:
-        lines.append(line(sent_backward(Role.SAVED_LATENTS), gather, narrow - mla.rope_dim))
+    trained = job.training.tuning.trained_share("attention", range(job.model.layers))
+    if cut and trained:
+        lines.append(line(sent_backward(Role.SAVED_LATENTS), gather, narrow - mla.rope_dim, share=trained))
     return lines
 
 
@@ -213,8 +268,8 @@ def replicated_gradient_traffic(job: Job, contents: RankContents) -> list[Traffi
     topology, tuning = spanned(job.cluster, group_runs(job.strategy, ("tp",)), "strategy.tp"), job.training.tuning
     if topology is None or not (job.strategy.sequence_parallel or tuning.adapters):
         return []
-    if not job.strategy.sequence_parallel:  # of one half of each adapter a rank has a part of the sum
-        tuning = replace(tuning, patterns=NOTHING.patterns)
+    if not job.strategy.sequence_parallel:
+        tuning = replace(NOTHING, adapters=_of_row_parallel_layers(tuning.adapters))
     replicated = sum(
         count * _replicated_parameters(job, tuning, moe)
         for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True))
@@ -224,6 +279,14 @@ def replicated_gradient_traffic(job: Job, contents: RankContents) -> list[Traffi
     size = replicated * job.training.recipe.gradient
     payload = sent_backward(Role.UNSPLIT_GRADIENTS)
     return [priced("tp", payload, CollectiveKind.ALL_REDUCE, size, 1, topology, job.strategy.collective, once=True)]
+
+
+def _of_row_parallel_layers(adapters: Adapters | None) -> Adapters | None:
+    """These see a part of the sum on each rank, however tokens are divided; others have summed narrow vectors."""
+    if adapters is None:
+        return None
+    targets = tuple(name for name in ("o_proj", "down_proj") if adapters.roles.issuperset(TARGETS[name]))
+    return replace(adapters, targets=targets) if targets else None
 
 
 def _replicated_parameters(job: Job, tuning: Tuning, moe: bool) -> float:
@@ -250,7 +313,7 @@ def _vocabulary_traffic(job: Job, contents: RankContents, topology: Topology) ->
     lookups = m * (contents.has_embedding + job.model.mtp_layers * contents.has_head)
     if lookups:
         traffics.append(line(sent_forward(Role.EMBEDDING), reduce, lookups))
-        if strategy.sequence_parallel:
+        if strategy.sequence_parallel and job.training.tuning.trains("embedding"):
             traffics.append(line(sent_backward(Role.EMBEDDING_GRADIENT), gather, lookups))
     if contents.has_head:
         losses = m * (1 + job.model.mtp_layers)
