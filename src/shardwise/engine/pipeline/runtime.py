@@ -402,7 +402,8 @@ def call_decoder(module: nn.Module, inputs: Tensor, batch: Batch, last: bool) ->
     labels = batch.labels if last else None
     known: dict[str, Any] = {"positions": batch.positions, "documents": batch.documents}
     known["most_documents"] = batch.most_documents
-    known["token_keys"] = batch.token_keys
+    if batch.token_keys is not None:
+        known["token_keys"] = batch.token_keys
     if last and batch.ahead is not None:
         known["ahead"] = batch.ahead
     output: Tensor = module(inputs, labels, **known)
