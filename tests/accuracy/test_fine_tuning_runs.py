@@ -56,6 +56,22 @@ def test_software_follows_the_row() -> None:
     assert run_from_row(row(**QLORA, gpus="1", dp="1")).job.stack.upcast_base
     full = run_from_row(row(method="full", gpus="1", dp="1")).job
     assert (full.recipe.weight, full.recipe.master, full.training.optimizer) == (2, 0, "adamw-bf16-moments")
+    upcast = run_from_row(row(method="full", trainable_precision="mixed")).job
+    assert (upcast.stack.masters, upcast.training.optimizer) == ("fp32", "adamw")
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        {"kernels": "compile+optim_in_bwd"},
+        {"optimizer": "PagedAdamW8bit"},
+        {"packing": "no", "mean_length": "300"},
+        {"packing": "no", "notes": "pads to longest in batch of 2"},
+    ],
+    ids=lambda cells: next(iter(cells.values())),
+)
+def test_memory_that_is_not_priced_is_not_scored(cells: dict[str, str]) -> None:
+    assert run_from_row(row(**cells)).reported_memory_bytes is None
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,9 @@ def _job(row: TableRow, source: Source) -> Job:
             {**strategy, **variant.strategy},
             {**training, **variant.training},
         )
+    in_16_bit = stack.masters == "none" and not row.text("base_precision").lower().startswith("fp32")
+    if in_16_bit and training["optimizer"] == "adamw":
+        training["optimizer"] = "adamw-bf16-moments"  # torch's AdamW has moments in the format of what it updates
     fields = {"model": _model(row), "cluster": _cluster(row), "stack": stack}
     return Job.from_dict({**fields, "strategy": {"overlap": stack.overlap, **strategy}, "training": training})
 
@@ -111,7 +114,7 @@ def _strategy(row: TableRow, source: Source) -> dict[str, Any]:
 def _training(row: TableRow) -> dict[str, Any]:
     method, kept, mixed = (row.text(name).lower() for name in ("method", "base_precision", "trainable_precision"))
     full, half = method == "full", "fp16" in f"{kept} {mixed}" or "float16" in mixed.split()
-    fp32, micro = kept.startswith("fp32"), row.whole("micro_batch")
+    micro = row.whole("micro_batch")
     copies = row.whole("dp", 0, minimum=0) or row.whole("gpus")
     fields: dict[str, Any] = {
         "global_batch": row.whole("global_batch", 0, minimum=0) or copies * micro * row.whole("grad_accum", 1),
@@ -119,8 +122,6 @@ def _training(row: TableRow) -> dict[str, Any]:
         "precision": "fp8" if kept.startswith("fp8") else ("fp16" if half else "bf16"),
         "optimizer": "adam8bit" if "8bit" in row.text("optimizer").lower() else "adamw",
     }
-    if full and not fp32:  # torch's AdamW has moments in the format of the weights
-        fields["optimizer"] = fields["optimizer"].replace("adamw", "adamw-bf16-moments")
     if full:
         return fields
     if "lora" not in method:
@@ -167,8 +168,15 @@ def _seconds(row: TableRow, source: Source, job: Job) -> tuple[float | None, str
 
 
 def _memory_bytes(row: TableRow) -> float | None:
-    """The peak, where the sequence that sets it is known."""
-    size, unlike = row.number("rep_peak_mem_gib"), not _is_filled(row) and row.number("mean_length") is not None
+    """The peak, where the sequence that sets it is known, and gradients and states are on the device when they are due.
+
+    Not priced are updates within the backward pass, which free each gradient at once, and states in pages.
+    """
+    updates = row.text("kernels") + row.text("optimizer")
+    unlike = "optim_in_bwd" in updates or "Paged" in updates
+    if not _is_filled(row):
+        unlike |= row.number("mean_length") is not None or "pads to longest" in row.text("notes")
+    size = row.number("rep_peak_mem_gib")
     if not size or unlike or "bound" in row.text("rep_mem_kind") or row.text("fits").upper().startswith("OOM"):
         return None
     return size * 2**30

@@ -76,7 +76,7 @@ _FULL = Variant("all weights", "16-bit weights, gradients and moments", {"method
 _FMS = (
     _FULL,
     Variant("all weights, mixed, several GPUs", "Accelerate makes fp32 shards of what FSDP trains",
-            {"method": "full", "trainable_precision": "mixed", "gpus": "^[248]"}, training={"optimizer": "adamw"},
+            {"method": "full", "trainable_precision": "mixed", "gpus": "^[248]"},
             version="accelerate@0.34", stack={"masters": "fp32", "gradient_reduce": "fp32"}),
     Variant("LoRA", "lora_dropout 0.1 (scenarios.yaml)", {"method": "lora"}, fill={"dropout": "0.1"}),
     Variant("baseline-peft-bnb", "prepare_model_for_kbit_training", {"framework": "baseline-peft", "gpus": "^1$"},
@@ -95,8 +95,8 @@ _LITGPT = (
 )  # fmt: skip
 _TORCHTUNE = (
     Variant("compiled", "compile=True", {"kernels": "compile"}, version="pytorch-compiled"),
-    Variant("all weights", "16-bit weights, gradients and moments, fused AdamW (its configurations)",
-            {"method": "full"}, stack={**_ALL_16_BIT, "adamw": "in place"}),
+    Variant("all", "dtype: bf16 of its configurations: 16-bit weights or adapters, gradients and moments; fused AdamW",
+            {}, stack={**_ALL_16_BIT, "adamw": "in place"}),
     Variant("chunked loss", "CEWithChunkedOutputLoss, the default of its configurations: a part's gradient takes the "
             "place of its 16-bit logits", {"kernels": "chunked|torch.compile"}, stack={"loss": "fused"}),
     Variant("memory table", "checkpointing is the default of its configurations; the A6000's rows ran without",
@@ -110,7 +110,6 @@ _QWEN_README = (
         "ds_config_zero3.json: fp32 masters and moments",
         {"method": "full"},
         strategy={"zero": 3},
-        training={"optimizer": "adamw"},
     ),
     Variant("ZeRO-2", "ds_config_zero2.json", {"method": "lora", "zero_or_fsdp": "ds config"}, strategy={"zero": 2}),
 )

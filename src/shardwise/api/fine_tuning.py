@@ -142,8 +142,8 @@ class FineTuningOptions:
         for name, words in (("method", CHOICES), ("answers", ANSWERS)):
             if (chosen := getattr(self, name)) not in words:
                 raise SpecError(f"⟨{name}⟩", f"{shown(chosen)} is not a choice", "choose one of " + ", ".join(words))
-        if self.precision is not None and self.precision not in RECIPES:
-            remedy = nearest_name(self.precision, RECIPES)
+        if self.precision not in (None, *RECIPES):
+            remedy = nearest_name(shown(self.precision), RECIPES)
             raise SpecError("⟨precision⟩", f"{shown(self.precision)} is not a recipe", remedy)
         for name in ("seq", "steps", "global_batch"):
             if (given := getattr(self, name)) is not None:

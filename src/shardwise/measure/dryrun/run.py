@@ -15,12 +15,15 @@ from shardwise.cost.compute.operators import (
     share_run_again,
 )
 from shardwise.cost.memory.device import memory_of_rank
+from shardwise.cost.memory.states import updated_parameters
 from shardwise.cost.step.stage_time import layer_shape
 from shardwise.cost.traffic.execution import step_traffic
 from shardwise.engine.experts.rows import Assumed
 from shardwise.engine.refuse import require_runs
 from shardwise.layout.groups import coordinate, coordinates
 from shardwise.layout.payloads import STATES_TO_DEVICE, Payload, Role, sent_forward
+from shardwise.layout.pieces import update_chunk
+from shardwise.layout.sharding import sharding_of, updates_on_device
 from shardwise.layout.stages import rank_contents
 from shardwise.layout.views import seen_by
 from shardwise.measure.dryrun.memory import StepPlace
@@ -180,6 +183,7 @@ def dry_run(job: Job, *, rank: int | None = None, skew: float = 1.0, full: bool 
     whole = whole_shape(job, pipeline_rank)
     # If only a share of weights or gradients is offloaded, it is that of the first parameters, so layers differ.
     full = full or any(0 < share < 1 for share in (job.strategy.offload.weights, job.strategy.offload.gradients))
+    full = full or _few_layers_move_smaller_chunks(job, pipeline_rank)
     plan = Extension(whole, whole, whole.microbatches, ()) if full else _to_trace(job, pipeline_rank, whole)
     assumed = Assumed(skew, _most_nodes(job))
     with warnings.catch_warnings():
@@ -215,6 +219,14 @@ def dry_run(job: Job, *, rank: int | None = None, skew: float = 1.0, full: bool 
         traced=_described(plan),
         seconds=time.perf_counter() - started,
     )
+
+
+def _few_layers_move_smaller_chunks(job: Job, pipeline_rank: int) -> bool:
+    """Whether the chunks of stored states, some of which are on the device, do not grow evenly with the layers."""
+    contents = rank_contents(job, pipeline_rank)
+    elements = updated_parameters(contents, sharding_of(job.strategy)) * job.strategy.offload.optimizer
+    traced = elements * min(1.0, LAYERS / contents.layers)
+    return updates_on_device(job, job.strategy.offload) and bool(update_chunk(traced) < update_chunk(elements))
 
 
 def _to_trace(job: Job, pipeline_rank: int, whole: TracedShape) -> Extension:
