@@ -104,6 +104,7 @@ def test_gradients_are_those_of_what_is_left_and_only_inputs_are_kept() -> None:
         torch.testing.assert_close(ours, expected)
 
 
+@pytest.mark.slow
 def test_compiled_layers_share_a_graph_and_drop_the_same() -> None:
     torch._dynamo.reset()
     counters.clear()
@@ -132,6 +133,7 @@ def test_compiled_layers_share_a_graph_and_drop_the_same() -> None:
     assert counters["stats"]["unique_graphs"] == 2  # for all layers: with keys and without
 
 
+@pytest.mark.slow
 def test_compiled_layers_keep_no_more_for_their_backward_pass() -> None:
     """The compiler would keep what is left if it knew that the backward pass draws the same again."""
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effort import examples
+from effort import calls_of, examples
 from shardwise.pipeline import (
     Action,
     ActionKind,
@@ -223,15 +221,8 @@ def test_mistakes_in_times():
             wrong()
 
 
-def test_64_stages_512_microbatches_in_a_second():
-    schedule = build("zb-h1", 64, 512)
-    times = equal_stages(64)
-    best = min(_timed(schedule, times) for _ in range(3))
-    assert sum(map(len, schedule.actions)) == 64 * 512 * 3
-    assert best < 1.0
-
-
-def _timed(schedule, times):
-    start = time.process_time()
-    simulate(schedule, times, 0.01)
-    return time.process_time() - start
+def test_every_action_is_simulated_once():
+    schedule, times = build("zb-h1", 64, 512), equal_stages(64)
+    actions = sum(map(len, schedule.actions))
+    assert actions == 64 * 512 * 3
+    assert calls_of(lambda: simulate(schedule, times, 0.01)) < 10 * actions
