@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -63,5 +64,7 @@ def test_the_command_says_it_in_one_line() -> None:
     result = run(*command.split(), *narrow.split())
     assert result.status == 0
     said = " ".join(result.out.split())
-    assert "Not run by this project's engine: muon with zero-3. It would give 356,2" in said
+    assert re.search(
+        r"Not run by this project's engine: muon with zero-3\. It would give [\d,]+ instead of [\d,]+ tokens/s", said
+    )
     assert "--any shows it." in said
