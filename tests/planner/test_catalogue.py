@@ -41,8 +41,8 @@ def check(model: str, cluster: str) -> None:
         return
     problem, remedy = what_is_missing(found, request)
     assert problem.startswith("nothing fits") and "\n" not in problem + remedy
-    assert re.search(r"needs? [\d.]+ [KMGTP]?i?B", problem), problem
-    assert re.search(r"use [\d,]+ devices|devices with [\d.]+ [KMGTP]?i?B|more devices", remedy), remedy
+    assert re.search(r"needs? [\d.,]+ [KMGTP]?i?B", problem), problem
+    assert re.search(r"use [\d,]+ devices|devices with [\d.,]+ [KMGTP]?i?B|more devices", remedy), remedy
 
 
 @pytest.mark.quick(2)
