@@ -144,7 +144,7 @@ def test_going_on_as_another_job_is_shown_and_the_run_made_ready(folder: Checkpo
         ),
         (
             ("--steps", "3"),
-            "run.steps: is 3, and the run in {run} is at step 5; raise the steps to continue it; another folder",
+            "--steps: is 3, and the run in {run} is at step 5; raise the steps to continue it; another folder",
         ),
         (("--set", "run.stop_at=4"), "run.stop_at: is 4, and the run in {run} is at step 5"),
     ],
