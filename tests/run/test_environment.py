@@ -183,8 +183,9 @@ def test_an_allocation_of_one_task_per_node_only_reserves_nodes() -> None:
 
 def test_our_own_launcher_is_inside_of_any_other() -> None:
     own = {"SHARDWISE_LAUNCHER": "7", "SHARDWISE_RENDEZVOUS": "/x", "RANK": "1", "WORLD_SIZE": "2"}
-    found = started(slurm(0, 4, 4) | own | {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"})
-    assert found == Started(1, 2, 2)
+    inside = slurm(0, 4, 4) | own | {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+    assert started(inside, always=True) == Started(1, 2, 2)
+    assert started(inside) is None, "a command that is typed there is no rank"
 
 
 def test_a_node_among_nodes() -> None:

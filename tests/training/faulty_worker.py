@@ -125,9 +125,7 @@ def _slow_down() -> None:
 def _start_second_run() -> None:
     """What somebody sees who starts the same run once more; into the log of this rank."""
     command = [sys.executable, "-m", "shardwise", "train", f"{sys.argv[1]}/job.yaml", "--run-folder", sys.argv[1]]
-    of_a_rank = ("SHARDWISE_", "RANK", "WORLD_", "LOCAL_", "GROUP_", "MASTER_")
-    outside = {name: value for name, value in os.environ.items() if not name.startswith(of_a_rank)}
-    found = subprocess.run(command, capture_output=True, text=True, check=False, env=outside)
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
     print(f"exit {found.returncode}: {found.stderr}", flush=True)
 
 

@@ -240,8 +240,14 @@ class _Claim:
 
 
 def started(environment: Mapping[str, str] = os.environ, *, always: bool = False) -> Started | None:
-    """None if nobody started this process as a rank; with ``always`` a world of one rank counts too."""
+    """None if nobody started this process as a rank.
+
+    With ``always`` a world of one rank counts too, and a rank of our own launcher: its worker asks so, while a command
+    that somebody types there is no rank.
+    """
     own = OWN_LAUNCHER in environment  # the innermost of all: others do not know its ranks
+    if own and not always:
+        return None
     rows = (TORCHRUN,) if own else RANK_LAUNCHERS
     claims = [_claim(row, environment) for row in rows if _has_rank(row, environment)]
     alone = [claim for claim in claims if claim.row.single and claim.values.get("world") == 1 and not always]
