@@ -151,4 +151,7 @@ def test_hundreds_of_layers():
     random = np.random.default_rng(0)
     seconds, sizes = random.uniform(0.5, 2, 320), random.uniform(1, 2, 320)
     found = partition(seconds, sizes, 64, 12.0)
-    assert max(found.stage_seconds) >= sum(seconds) / 64
+    assert sum(found.layer_counts) == 320 and max(found.stage_bytes) <= 12.0
+    fullest = max(partition(seconds, None, 64).stage_seconds)
+    assert sum(seconds) / 64 <= fullest <= sum(seconds) / 64 + max(seconds), "cut as evenly as whole layers allow"
+    assert fullest <= max(found.stage_seconds)

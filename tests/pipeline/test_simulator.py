@@ -221,7 +221,7 @@ def test_mistakes_in_times():
             wrong()
 
 
-def test_every_action_is_simulated_once():
+def test_an_action_takes_a_few_calls():
     schedule, times = build("zb-h1", 64, 512), equal_stages(64)
     actions = sum(map(len, schedule.actions))
     assert actions == 64 * 512 * 3

@@ -141,7 +141,7 @@ def test_a_pipeline_without_work_takes_no_time():
     assert simulated_pipeline("1f1b", 4, 100, 1, equal_stages(4, 0.0, 0.0, 0.0), ends="apart")[0] == 0.0
 
 
-def test_a_longer_step_takes_no_longer_to_simulate():
+def test_sixteen_times_the_microbatches_take_less_than_twice_the_calls():
     times = slower_last(equal_stages(16, 1.0, 1.1, 0.9), 1.2)
 
     def simulated(microbatches):

@@ -88,7 +88,7 @@ _FMS = (
     Variant("liger", "Liger's loss in pieces", {"kernels": "liger"}, stack={"loss": "pieces"}),
 )  # fmt: skip
 _LITGPT = (
-    _FULL,
+    Variant("all", "bf16-true: 16-bit weights or adapters, gradients and moments", {}, stack=_ALL_16_BIT),
     Variant("LoRA", "lora_dropout 0.05 (finetune/lora.py)", {"method": "lora"}, fill={"dropout": "0.05"}),
     Variant("all", "chunked_cross_entropy on 16-bit logits (lit_gpt/utils.py); bitsandbytes 0.41 keeps inputs", {},
             stack={"loss": "whole", "quantised_inputs": "kept", "loads_whole": True}),
