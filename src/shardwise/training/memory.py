@@ -1,7 +1,7 @@
 """Memory of this rank: from the allocator on a GPU, the bytes in tensors on a CPU; never the size of the process.
 
-Every storage is counted once, from the operator that creates it until it is freed, on any device, real or fake. Kernel
-workspaces, and what an allocator rounds up or caches, are not counted.
+Every storage is counted once, from its creating operator until it is freed, on any device but meta, real or fake.
+Kernel workspaces, and what an allocator rounds up or caches, are not counted.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         name = func.name()
         for output in (result,) if isinstance(result, Tensor) else tree_iter(result):
-            if isinstance(output, Tensor):
+            if isinstance(output, Tensor) and output.device.type != "meta":
                 self.see(output, name)
         for observer in self.observers:
             observer(func, args, kwargs or {}, result)
