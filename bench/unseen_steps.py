@@ -82,7 +82,7 @@ def name_of(row: Configuration) -> str:
 
 def _word(field: str, value: object) -> str:
     last = {"compile": "compiled"}.get(field.split(".")[-1], field.split(".")[-1])
-    return last if value is True else f"no {last}" if value is False else str(value)
+    return last if value is True else f"no {last}" if value is False else f"{last} {value}"
 
 
 def measured(row: Configuration, steps: int) -> Measured:

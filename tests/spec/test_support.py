@@ -81,6 +81,7 @@ USING: dict[str, Fields] = {
     "pp-overlap": {"pp": 2, "overlap": {"pp": True}},
     "recompute-selective": {"recompute": "selective"},
     "recompute-full": {"recompute": "full"},
+    "recompute-of-some-layers": {"recompute": "full", "recompute_layers": 1},
     "repeated-matmuls": {"recompute": "selective", "recompute_operators": ["alternate-products"]},
     "repeated-attention": {"recompute": "selective", "training": {"attention": "unfused"}},
     "repeated-up-projection": {"recompute": "selective", "recompute_operators": ["up-projection"]},
@@ -324,9 +325,9 @@ def test_columns_of_a_table_may_stand_in_for_a_strategy() -> None:
              "expert_tensor_parallel")  # fmt: skip
     columns = {name: np.array([getattr(one.strategy, name) for one in cases]) for name in plain}
     table: Any = SimpleNamespace(**columns, **nested)
-    scalars_only = {"repeated-matmuls", "repeated-attention", "repeated-up-projection", "repeated-mlp-up",
-                    "repeated-experts", "repeated-missing-mlp-up", "uneven-kv-heads",
-                    "ragged-widths", "ragged-blocks", "ragged-experts", "own-stages", "rank-order",
+    scalars_only = {"recompute-of-some-layers", "repeated-matmuls", "repeated-attention",
+                    "repeated-up-projection", "repeated-mlp-up", "repeated-experts", "repeated-missing-mlp-up",
+                    "uneven-kv-heads", "ragged-widths", "ragged-blocks", "ragged-experts", "own-stages", "rank-order",
                     "named-collective", "in-network-collective", "experts-across-tp", "buckets", "compression",
                     "compressed-momentum", "error-feedback", "local-steps", "async", "uneven-shares", "unlike-stages",
                     "unlike-tied-ends", "experts-across-replicas"}  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,14 @@ class _WithGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return ctx.gradient_of(gradient), None, None
+
+
+def autocast_now(device: str) -> Callable[[], AbstractContextManager[Any]]:
+    """A context with the current autocast settings, which the thread of the backward pass does not have."""
+    if not torch.is_autocast_enabled(device):
+        return nullcontext
+    dtype = torch.get_autocast_dtype(device)
+    return lambda: torch.autocast(device, dtype)
 
 
 # -- What autograd saves instead of a tensor that is recomputed or fetched later: a view of a storage to come ----------

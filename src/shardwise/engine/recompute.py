@@ -9,7 +9,7 @@ function.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import accumulate, count, pairwise
@@ -23,9 +23,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import shardwise.engine.fp8.linear  # noqa: F401  (its operators are named below)
 from shardwise.engine import torch_private
-from shardwise.engine.autograd import SavedView, not_deferring, unpack
+from shardwise.engine.autograd import SavedView, autocast_now, not_deferring, unpack
 from shardwise.engine.patterns import Patterns, matching
+from shardwise.engine.pieces import compute_in_pieces
 from shardwise.engine.torch_private import storage_id, version_of
+from shardwise.layout.pieces import computes_mlp_in_pieces
 from shardwise.models import kernels
 from shardwise.models.layer import Layer
 from shardwise.models.mlp import MLP
@@ -118,7 +120,7 @@ class _Call:
         self.inputs = tuple(pack(value) if isinstance(value, Tensor) else value for value in inputs)
         self.storages = {storage_id(tensor.untyped_storage()) for tensor in tensors}
         self.versions = tuple(version_of(value) for value in self.inputs if isinstance(value, Tensor))
-        self.autocast = _autocast_now(tensors[0].device.type)
+        self.autocast = autocast_now(tensors[0].device.type)
         self.users = 0
         self._to_come = 0
         self._outputs: tuple[Tensor, ...] = ()
@@ -145,14 +147,6 @@ class _Call:
                 *(unpack(value) if isinstance(value, SavedView) else value for value in self.inputs)
             )
         self._outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-
-
-def _autocast_now(device: str) -> Callable[[], AbstractContextManager[Any]]:
-    """A context with the current autocast settings, which the thread of the backward pass does not have."""
-    if not torch.is_autocast_enabled(device):
-        return nullcontext
-    dtype = torch.get_autocast_dtype(device)
-    return lambda: torch.autocast(device, dtype)
 
 
 # -- What is recomputed, by the job's strategy -----------------------------------------------------
@@ -243,6 +237,8 @@ def apply_recompute(
         numbers = recomputed_layers([len(layers) for layers in layers_of], strategy.recompute_layers)
         for layers, number in zip(layers_of, numbers):
             for layer in layers[:number]:
+                if computes_mlp_in_pieces(job):
+                    compute_in_pieces(layer)
                 _recompute_whole(layer, again)
     elif strategy.recompute == "selective":
         _require_possible(job)

@@ -223,6 +223,14 @@ def around_every_call(module: nn.Module, before: Callable[[], None], after: Call
     module._compiled_call_impl = call
 
 
+def replace_call(module: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Runs what ``around`` makes of a module's forward pass instead of it: of all of its call where it is compiled."""
+    if module._compiled_call_impl is None:
+        module.forward = around(module.forward)
+    else:
+        module._compiled_call_impl = around(module._compiled_call_impl)
+
+
 def inside_every_call(module: nn.Module, block: Callable[[], AbstractContextManager[object]]) -> Callable[[], None]:
     """Runs each call of a module in a block of its own, until the returned function is called.
 

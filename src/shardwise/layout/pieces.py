@@ -7,10 +7,13 @@ from typing import Any
 
 from shardwise.collectives.arrays import maximum, minimum
 from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
 
 LOGITS_AT_ONCE = 2**28  # most logits that the loss has in memory: half a GiB in 16 bits
 EVEN_TOKENS = 128  # pieces are multiples of this, for matmuls of whole tiles
 WIDE_LOGITS = 2**22  # logits that are in fp32 at a time where a CPU computes their gradients: 16 MiB; none on a GPU
+
+MLP_AT_ONCE = 2**28  # most activations that an MLP makes at once where its layer is recomputed: half a GiB in 16 bits
 
 EXCHANGED_CHUNKS = 2  # chunks of a microbatch's tokens, where exchanges of one overlap with experts of another
 
@@ -35,6 +38,27 @@ def loss_tokens_at_once(tokens: float, vocabulary: float, hidden: int) -> int:
         return max(1, int(tokens))
     some = max(1, int(LOGITS_AT_ONCE // vocabulary))
     return some - some % EVEN_TOKENS if some > EVEN_TOKENS else some
+
+
+def mlp_tokens_at_once(tokens: int, width: int) -> int:
+    """Tokens for which an MLP of this ``width`` is computed, and computed again, at a time (`computes_mlp_in_pieces`).
+
+    No token's MLP reads another's (Liu and Abbeel 2023, Blockwise Parallel Transformer, arXiv 2305.19370).
+    """
+    if tokens * width <= MLP_AT_ONCE:
+        return max(1, tokens)
+    return max(EVEN_TOKENS, MLP_AT_ONCE // width // EVEN_TOKENS * EVEN_TOKENS)
+
+
+def computes_mlp_in_pieces(job: Job) -> bool:
+    """Whether our engine computes the MLPs of dense layers in pieces, if they have more tokens than one piece.
+
+    Only where the layer is computed again anyway. A piece has no scale of its own in FP8, a compiled layer no pieces.
+    """
+    training, strategy = job.training, job.strategy
+    dropped = training.adapters is not None and training.adapters.dropout > 0  # by keys of all tokens
+    whole = strategy.recompute == "full" and strategy.tp == 1 and job.stack.is_own
+    return whole and not (training.compile or dropped or training.recipe.compute == "fp8")
 
 
 def padded_vocabulary(vocabulary: int) -> int:

@@ -89,9 +89,24 @@ class TunedLinear(nn.Linear):
             self.adapter = Adapter(linear.in_features, linear.out_features, adapters).to(linear.weight.device)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        product = F.linear(inputs, self.weight) if self.stored is None else stored_product(inputs, self.stored)
-        (outputs,) = with_adapters((product,), inputs, (self,), as_they_are)
+        adapter = adapter_of(self)
+        if adapter is not None and adapter.magnitude is None:
+            added = F.linear(adapter.narrow(inputs), adapter.b)
+            outputs = self._product(inputs, added)
+            return outputs if self.bias is None else outputs + self.bias
+        (outputs,) = with_adapters((self._product(inputs),), inputs, (self,), as_they_are)
         return outputs
+
+    def _product(self, inputs: Tensor, added: Tensor | None = None) -> Tensor:
+        """The frozen layer's matmul, to which something is ``added``.
+
+        That is there before: a layer that is recomputed need not multiply where nothing after it is saved.
+        """
+        if self.stored is not None:
+            return stored_product(inputs, self.stored, added)
+        if added is None:
+            return F.linear(inputs, self.weight)
+        return torch.addmm(added.flatten(0, -2), inputs.flatten(0, -2), self.weight.T).view_as(added)
 
 
 def adapter_of(linear: nn.Module) -> Adapter | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,14 +40,42 @@ def rotation_of(model: Model, positions: Tensor, *, windowed: bool = False) -> R
     return angles.cos() * factor, angles.sin() * factor
 
 
+ROTATED_AT_ONCE = 2**26  # features of heads that are in fp32 at a time: 256 MiB
+
+
 def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
     """``heads`` [batch, seq, heads, features] rotated by their positions, in fp32; features beyond the pairs stay."""
-    cosine, sine = rotation
+    if heads.numel() > ROTATED_AT_ONCE and not torch.compiler.is_compiling():
+        rotated: Tensor = _RotatedInPieces.apply(heads, *rotation)  # type: ignore[no-untyped-call]
+        return rotated
+    return _rotated(heads, *rotation)
+
+
+def _rotated(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     pairs = cosine.shape[-1]
     wide = heads.float()
     first, second, rest = wide[..., :pairs], wide[..., pairs : 2 * pairs], wide[..., 2 * pairs :]
     turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine, rest), dim=-1)
     return turned.type_as(heads)
+
+
+class _RotatedInPieces(torch.autograd.Function):
+    """Without fp32 tensors of all heads of a long sequence. The gradient is rotated back."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        ctx.rotation = cosine, sine
+        rotated = torch.empty_like(heads)
+        at_once = max(1, ROTATED_AT_ONCE // (heads.numel() // heads.shape[1]))
+        for start in range(0, heads.shape[1], at_once):
+            some = slice(start, start + at_once)
+            rotated[:, some] = _rotated(heads[:, some], cosine[:, some], sine[:, some])
+        return rotated
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        cosine, sine = ctx.rotation
+        return _RotatedInPieces.apply(gradient, cosine, -sine), None, None  # type: ignore[no-untyped-call]
 
 
 def rope_frequencies(features: int, theta: float, scaling: RopeScaling | None, positions: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class _CrossEntropySum(torch.autograd.Function):
         entropy: Entropy,
     ) -> Tensor:
         for_hidden, for_weight, for_bias = wanted = [needed and differentiated for needed in ctx.needs_input_grad[:3]]
-        ctx.dtypes = hidden.dtype, _gradient_format(weight), None if bias is None else _gradient_format(bias)
+        ctx.dtypes = hidden.dtype, gradient_format(weight), None if bias is None else gradient_format(bias)
         vocabulary, (weight, bias) = weight.shape[0], _in_whole_columns(weight, bias)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         of_hidden = torch.empty_like(hidden) if for_hidden else None
@@ -162,7 +162,7 @@ class _TokenEntropies(torch.autograd.Function):
         return scaled_rows, None, None, None, None, None, None
 
 
-def _gradient_format(weight: Tensor) -> torch.dtype:
+def gradient_format(weight: Tensor) -> torch.dtype:
     """The format in which a parameter accumulates its gradient."""
     wanted = weight.grad_dtype if weight.is_leaf else None
     return wanted or weight.dtype

@@ -193,18 +193,23 @@ def weight_of(linear: Any, dtype: torch.dtype) -> Tensor:
     return weight
 
 
-def stored_product(inputs: Tensor, stored: StoredWeight) -> Tensor:
-    """A matmul of inputs and a stored weight; only its codes are kept for the backward pass."""
-    product: Tensor = _StoredProduct.apply(inputs, stored)  # type: ignore[no-untyped-call]
+def stored_product(inputs: Tensor, stored: StoredWeight, added: Tensor | None = None) -> Tensor:
+    """A matmul of inputs and a stored weight, to which something is ``added``; only codes are kept for the backward
+    pass."""
+    product: Tensor = _StoredProduct.apply(inputs, stored, added)  # type: ignore[no-untyped-call]
     return product
 
 
 class _StoredProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, stored: StoredWeight) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, stored: StoredWeight, added: Tensor | None) -> Tensor:
         ctx.stored = stored
-        return F.linear(inputs, stored.dense(inputs.dtype))
+        weight = stored.dense(inputs.dtype)
+        if added is None:
+            return F.linear(inputs, weight)
+        return torch.addmm(added.flatten(0, -2), inputs.flatten(0, -2), weight.T).view_as(added)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient @ ctx.stored.dense(gradient.dtype, after=gradient), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+        of_inputs = gradient @ ctx.stored.dense(gradient.dtype, after=gradient) if ctx.needs_input_grad[0] else None
+        return of_inputs, None, gradient if ctx.needs_input_grad[2] else None

@@ -191,6 +191,7 @@ TECHNIQUES: dict[str, Uses] = {
     # memory
     "recompute-selective": lambda s, t, m: s.recompute == "selective",
     "recompute-full": lambda s, t, m: s.recompute == "full",
+    "recompute-of-some-layers": lambda s, t, m: (s.recompute == "full") & (s.recompute_layers is not None),
     "repeated-matmuls": _repeats("alternate-products"),
     "repeated-attention": lambda s, t, m: _repeats("attention")(s, t, m) & (t.attention == "unfused"),
     "repeated-up-projection": _repeats("up-projection"),

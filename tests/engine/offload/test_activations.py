@@ -40,6 +40,11 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("tiny", {"pp": 2}),
     ("tiny", {"pp": 2, "schedule": "zbv"}),
     ("tiny-moe", {"dp": 2, "ep": 2, "zero": 1}),
+    ("tiny", {"microbatch": 4, "recompute": "full"}),
+    ("tiny", {"dp": 2, "zero": 3, "recompute": "full"}),
+    ("tiny", {"tp": 2, "recompute": "full"}),
+    ("tiny", {"pp": 2, "schedule": "zbv", "recompute": "full"}),
+    ("tiny-moe", {"dp": 2, "ep": 2, "zero": 1, "recompute": "full"}),
 ]
 
 

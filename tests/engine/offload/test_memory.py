@@ -68,6 +68,7 @@ SAVERS: list[Any] = [
     {"optimizer": 1},
     pytest.param({"layout": {"recompute": "selective"}}, marks=pytest.mark.slow),
     pytest.param({"layout": {"recompute": "full"}}, marks=pytest.mark.slow),
+    {"activations": 1, "layout": {"recompute": "full"}},
 ]
 
 

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.mesh import process_group
+from shardwise.engine.offload import store
 from shardwise.measure.reference import sample_batch
 from shardwise.spec import Job
 
@@ -95,6 +96,28 @@ def test_states_updated_beside_the_next_pass_leave_the_same_bits(
     """Waits of layers, compiled layers and gathers for their own weights: three steps in a row with none between."""
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
+    _, expected = trained(tmp_path / "a", {}, "fp32", **strategy)
+    _, found = trained(tmp_path / "b", dict.fromkeys(kinds, 1.0), "fp32", **strategy)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "strategy"),
+    [
+        (("activations",), {}),
+        (("activations",), {"recompute": "full"}),
+        (("activations",), {"compile": True}),
+        (("activations",), {"compile": True, "recompute": "full"}),
+        (("optimizer", "activations"), {"recompute": "full"}),
+    ],
+)
+def test_large_regions_are_pinned_as_they_are(
+    tmp_path: Path, kinds: tuple[str, ...], strategy: dict[str, Any], in_order: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    monkeypatch.setattr(store, "EXACT_FROM", 2**14)
     _, expected = trained(tmp_path / "a", {}, "fp32", **strategy)
     _, found = trained(tmp_path / "b", dict.fromkeys(kinds, 1.0), "fp32", **strategy)
     for one, other in zip(found, expected, strict=True):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Literal
 
-from shardwise.collectives.arrays import maximum, minimum
+from shardwise.collectives.arrays import maximum, minimum, select
 from shardwise.cost.compute.flops import attended_tokens, attended_tokens_of_rank
 from shardwise.layout.pieces import loss_in_one_piece, loss_tokens_at_once
 from shardwise.layout.stages import RankContents, layers_of_kind
@@ -418,12 +418,13 @@ def blend(share: Any, plain: Any, recomputed: Any) -> Any:
 def recomputed_layer_bytes(kinds: Iterable[tuple[Any, Any]]) -> Any:
     """Tensors that recompute restores for the backward pass of one layer.
 
-    ``kinds``: the number of layers of each kind, and what is restored for one of them.
+    ``kinds``: the number of layers of each kind, and what is restored for one of them. That is below zero where a layer
+    that is computed again needs less than one that is not.
     """
-    most: Any = 0.0
+    most: Any = -math.inf
     for count, restored in kinds:
-        most = maximum(most, (count > 0) * restored)
-    return most
+        most = maximum(most, select(count > 0, restored, -math.inf))
+    return select(most > -math.inf, most, 0.0)
 
 
 def share_run_again(job: Job, operator: Operator, full_share: float) -> float:
@@ -434,7 +435,20 @@ def share_run_again(job: Job, operator: Operator, full_share: float) -> float:
         return 1.0
     if "alternate-products" in job.recomputed_operators:
         return 1.0 if operator.kind == "traffic" else operator.alternate
-    return 0.0 if operator.ends_layer and job.stack.full_recompute == "as needed" else full_share
+    return 0.0 if operator.ends_layer and not _repeats_last_matmul(job) else full_share
+
+
+def _repeats_last_matmul(job: Job) -> bool:
+    """Whether full recompute runs a layer to its end, though the backward pass reads no result of its last matmul.
+
+    What is saved for the backward pass of an FP8 matmul is saved when that is over (`engine/fp8/linear.py`), and a
+    DoRA's lengths have a gradient that reads the result. A compiled layer leaves out what nothing reads.
+    """
+    if job.stack.full_recompute == "whole":
+        return True
+    adapters = job.training.adapters
+    reads = job.training.recipe.compute == "fp8" or (adapters is not None and adapters.method == "dora")
+    return job.stack.is_own and not job.training.compile and reads
 
 
 def outputs_left_out(job: Job, contents: RankContents) -> tuple[int, int]:

@@ -140,9 +140,13 @@ def _product_casts(operator: Operator, device: Device, recipe: Recipe, stack: St
         recipe = stack.for_experts(recipe)
     if operator.wide or recipe.compute not in ("fp8", "fp4", "int8"):
         return Seconds()
-    own = _own(device, stack)
+    own, memory = _own(device, stack), device.memory_bandwidth * device.efficiency.memory
+    if stack.is_own and not operator.trained:
+        # Frozen weights stay as they were cast once, and nothing is transposed for their gradients, which is what the
+        # measured factor is of: inputs and gradients of outputs are read in 16 bit and written in 8.
+        return Seconds(operator.rows * operator.inner, operator.rows * operator.columns) * (3 / memory)
     times = 1.0 if own is None else own.casts.get(recipe.scaling, 1.0)
-    return _casts(operator, stack, recipe.scaling) * (times / (device.memory_bandwidth * device.efficiency.memory))
+    return _casts(operator, stack, recipe.scaling) * (times / memory)
 
 
 # A compiled cast with a scale for each column takes twice as long as with one for each row, whose elements lie side by

@@ -16,8 +16,19 @@ def input_share(job: Job, moe: bool, part: Part, roles: tuple[MatrixRole, ...]) 
     if part != "router" and tuning.base.quantised and job.stack.quantised_inputs == "kept":
         return gradient_share(job.model, tuning)
     own = part != "experts" or (adapters is not None and adapters.experts)
-    adapted = adapters is not None and own and not adapters.roles.isdisjoint(roles)
+    adapted = adapters is not None and own and not adapters.roles.isdisjoint(roles) and not _makes_inputs_again(job)
     return max(tuning.trained_share(part, layers), tuning.adapted_share(layers) if adapted else 0.0)
+
+
+def _makes_inputs_again(job: Job) -> bool:
+    """Whether a compiled layer makes the inputs of its adapters again, together with what dropout leaves of them.
+
+    Both are elementwise, so that one kernel makes them of what is kept anyway (`models/dropout.py`). Measured:
+    bench/results/unseen-tuning-h200.json. Layers that communicate are compiled in parts, between which inputs are kept.
+    """
+    adapters, degrees = job.training.adapters, job.strategy
+    alone = max(degrees.tp, degrees.ep) == 1
+    return job.stack.is_own and job.training.compile and alone and adapters is not None and adapters.dropout > 0
 
 
 def adapter_bytes(job: Job, element: float, *, moe: bool) -> float:

@@ -21,6 +21,7 @@ from shardwise.cost.memory.activations import (
     layer_copy_bytes,
     microbatches_in_flight,
 )
+from shardwise.cost.memory.restored import restored_bytes
 from shardwise.cost.memory.states import (
     ParameterGroup,
     StateBytes,
@@ -148,10 +149,10 @@ def _parts(memory: MomentMemory, communication: float, temporary: float) -> Devi
         gradients=states.gradients - absent.gradients,
         optimizer=states.optimizer + held.update_slots,
         activations=memory.activations + memory.hooked,
-        recomputed=recomputed - absent.recomputed,
+        recomputed=max(0.0, recomputed) - absent.recomputed,
         gathered=held.gathered - absent.left_over,
         communication=communication,
-        temporary=temporary,
+        temporary=temporary + min(0.0, recomputed),
         allowance=held.allowance,
         host=memory.host,
     )
@@ -227,11 +228,7 @@ def kept_by_layers(job: Job, contents: RankContents) -> float:
 def _recomputed_layer_bytes(job: Job, contents: RankContents) -> float:
     if job.strategy.recompute == "none" or job.strategy.recompute_layers == 0:
         return 0.0
-    brought_back = (
-        (1, layer_activation_bytes(job, moe=moe, recompute="none") - layer_activation_bytes(job, moe=moe))
-        for moe in kinds_of(contents)
-    )
-    return float(recomputed_layer_bytes(brought_back))
+    return float(recomputed_layer_bytes((1, restored_bytes(job, moe=moe)) for moe in kinds_of(contents)))
 
 
 def per_gpu_memory_bytes(

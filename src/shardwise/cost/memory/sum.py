@@ -275,6 +275,7 @@ def pass_memory(
     kept = kept_activations(layers, head, in_flight, forwards_first)
     # In the backward pass of a layer, the inputs of its microbatch's loss are already freed.
     activations = {moment: kept - head if moment == "layer" else kept for moment in transient}
+    recomputed = select(stay_whole, maximum(0.0, recomputed), recomputed)  # layers that stay whole take all of theirs
     return PassMemory(
         activations,
         transient,

@@ -27,14 +27,17 @@ from shardwise.cost.memory.activations import (
     rounds_head_gradient,
     stream_element,
 )
+from shardwise.cost.memory.adapters import input_share
 from shardwise.cost.step.stage_time import layer_shape
 from shardwise.layout.pieces import WIDE_LOGITS, loss_tokens_at_once
 from shardwise.layout.sharding import Sharding
 from shardwise.layout.stages import RankContents, layers_of_kind
 from shardwise.spec.job import Job
+from shardwise.spec.model import MatrixRole
 from shardwise.spec.parameters import parameter_count
 from shardwise.spec.training import Recipe
 
+_R = MatrixRole
 # The two moments of a pass, at its loss and in a layer: what is in memory at one is gone at the other.
 Moment = Literal["loss", "layer"]
 MOMENTS: tuple[Moment, ...] = ("loss", "layer")
@@ -260,20 +263,31 @@ def loss_moment_bytes(job: Job) -> float:
 
 def layer_moment_bytes(job: Job, kinds: tuple[bool, ...]) -> float:
     """The most that the backward pass of a layer of these kinds allocates beyond what it frees."""
-    return max((_layer_bytes(job, moe) for moe in kinds), default=0.0)
+    return max((layer_kind_bytes(job, moe=moe) for moe in kinds), default=0.0)
 
 
-def _layer_bytes(job: Job, moe: bool) -> float:
+def wide_gradients(job: Job) -> float:
+    """Tensors as wide as an MLP that its backward pass allocates beyond what it frees.
+
+    Gated: gradients of gate, up and activated gate, and the gate once more, when the input of the last matmul and its
+    gradient have been exchanged for each other. A compiled kernel makes the first two and that input at once, beside
+    its gradient (measured: bench/peak_memory.py). Of a gate that is a kernel of its own the activated one is kept:
+    gradients of it and of the other factor. Where the last matmul is frozen, its input was not kept, and its gradient
+    takes the place of nothing.
+    """
+    if job.model.gated and job.stack.gated_activation == "separate":
+        return 2
+    more = (3 if job.training.compile else 4) if job.model.gated else 1
+    if job.training.tuning.everything or job.training.compile:
+        return more
+    return more + 1 - input_share(job, False, "mlp", (_R.DOWN,))
+
+
+def layer_kind_bytes(job: Job, *, moe: bool) -> float:
     model, strategy, element = job.model, job.strategy, job.training.recipe.activation
     tokens, tp = job.microbatch_tokens, job.strategy.tp
     region = tokens / tp if strategy.sequence_parallel else tokens
-    # Gated: gradients of gate, up and activated gate, and the gate once more, when the input of the last matmul and
-    # its gradient have been exchanged for each other. A compiled kernel makes the first two and that input at once,
-    # beside its gradient (measured: bench/peak_memory.py).
-    # Of a gate that is a kernel of its own the activated one is kept: gradients of it and of the other factor.
-    more = (3 if job.training.compile else 4) if model.gated else 1
-    if model.gated and job.stack.gated_activation == "separate":
-        more = 2
+    more = wide_gradients(job)
     wide, last_product = tokens * model.ffn / tp, model.ffn * model.hidden / tp
     if moe and model.moe:
         routed = tokens / tp * model.moe.top_k

@@ -26,6 +26,7 @@ from shardwise.cost.sweep.parts import (
     FORWARD,
     INPUT_GRADIENT,
     MODES,
+    RESTORED,
     SAVED,
     WEIGHT_GRADIENT,
     PartBook,
@@ -275,7 +276,7 @@ class _RowBuilder:
         import numpy as np
 
         key, width = self.stack.keys[number], self.book.line_width
-        start = CACHED + 1 + number * width
+        start = RESTORED + 1 + number * width
         seconds, unhideable, repeated, *on_links = figures[start : start + width]
         whole = np.where(seconds > 0, seconds, 1.0)
         hideable = 1 - unhideable / whole
@@ -366,9 +367,9 @@ class _RowBuilder:
         """Kind × layer × 1 × recompute."""
         import numpy as np
 
-        saved = self.stack.figures[SAVED, :, :2]
+        restored = self.stack.figures[RESTORED, :, :2]
         none = np.array([choice.recompute_layers == 0 for choice in self.group.recomputes])
-        back = np.where(none, 0.0, (saved[:, :, :1] - saved)[:, :, self.modes])  # layer × part × recompute
+        back = np.where(none, 0.0, restored[:, :, self.modes])  # layer × part × recompute
         most: Array = recomputed_layer_bytes(
             (self.counts[:, part, None, None], back[:, part]) for part in range(back.shape[1])
         )

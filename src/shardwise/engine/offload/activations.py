@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from shardwise.engine.autograd import SavedView, unpack
 from shardwise.engine.offload.store import BackgroundCopy, Store, StreamCopy
 from shardwise.engine.patterns import Patterns, matching
-from shardwise.engine.torch_private import storage_id, version_of
+from shardwise.engine.torch_private import replace_call, storage_id, version_of
 from shardwise.layout.payloads import Role, sent_backward, sent_forward
 
 SMALLEST_BYTES = 4096  # smaller tensors stay: the transfer would cost more than the memory
@@ -47,18 +47,20 @@ def offload_activations(
 
 def _fetch_before(layer: nn.Module, offload: _StageOffload) -> None:
     """Starts to bring back what the layer before has offloaded when the backward pass reaches this one."""
-    forward = layer.forward
 
-    @wraps(forward)
-    def forward_and_fetch(*arguments: Any, **named: Any) -> Any:
-        result = forward(*arguments, **named)
-        before = offload.last
-        if before is not None and isinstance(result, Tensor) and result.requires_grad:
-            before.leave()
-            result.register_hook(_fetching(weakref.ref(before)))  # type: ignore[no-untyped-call]
-        return result
+    def around(forward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(forward)
+        def forward_and_fetch(*arguments: Any, **named: Any) -> Any:
+            result = forward(*arguments, **named)
+            before = offload.last
+            if before is not None and isinstance(result, Tensor) and result.requires_grad:
+                before.leave()
+                result.register_hook(_fetching(weakref.ref(before)))  # type: ignore[no-untyped-call]
+            return result
 
-    layer.forward = forward_and_fetch
+        return forward_and_fetch
+
+    replace_call(layer, around)
 
 
 def _fetching(reference: weakref.ref[_LayerPass]) -> Callable[[Tensor], None]:
@@ -71,19 +73,22 @@ def _fetching(reference: weakref.ref[_LayerPass]) -> Callable[[Tensor], None]:
 
 
 def _wrap(layer: nn.Module, offload: _StageOffload, first: bool) -> None:
-    forward = layer.forward
+    """Layers that are recomputed save their inputs alone, outside of the hooks within which they run again."""
 
-    @wraps(forward)
-    def forward_saving_elsewhere(*arguments: Any, **named: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*arguments, **named)
-        layer_pass = offload.begin(layer, first)
-        with saved_tensors_hooks(layer_pass.pack, unpack):
-            result = forward(*arguments, **named)
-        offload.end(layer_pass)
-        return result
+    def around(forward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(forward)
+        def forward_saving_elsewhere(*arguments: Any, **named: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*arguments, **named)
+            layer_pass = offload.begin(layer, first)
+            with saved_tensors_hooks(layer_pass.pack, unpack):
+                result = forward(*arguments, **named)
+            offload.end(layer_pass)
+            return result
 
-    layer.forward = forward_saving_elsewhere
+        return forward_saving_elsewhere
+
+    replace_call(layer, around)
 
 
 class _StageOffload:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -205,10 +206,22 @@ def host_tensor(elements: int, dtype: torch.dtype, device: torch.device) -> Tens
     return torch.empty(elements, dtype=dtype, pin_memory=device.type == "cuda")
 
 
+EXACT_FROM = 2**26  # bytes; smaller regions stay with PyTorch, which gets them faster
+
+
 class _HostRegion(StoredRegion):
+    """PyTorch rounds pinned memory up to a power of two (c10/core/CachingHostAllocator.h), so that long sequences would
+    take up to twice what they need. What is large is allocated as it is, and pinned by CUDA."""
+
     def __init__(self, lanes: Lanes, size: int) -> None:
         super().__init__(lanes, size)
-        self.bytes = host_tensor(size, torch.uint8, lanes.device)
+        if lanes.device.type == "cuda" and size >= EXACT_FROM:
+            self.bytes = torch.empty(size, dtype=torch.uint8)
+            address: int = self.bytes.data_ptr()
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size, 0))  # type: ignore[no-untyped-call]
+            weakref.finalize(self, _unpin, lanes.device, address).atexit = False
+        else:
+            self.bytes = host_tensor(size, torch.uint8, lanes.device)
 
     def put(self, at: int, source: Tensor) -> None:
         _copy(self.in_memory(at, source.numel()), source)
@@ -226,6 +239,11 @@ class _HostRegion(StoredRegion):
     @property
     def is_pinned(self) -> bool:
         return self.lanes.device.type == "cuda"
+
+
+def _unpin(device: torch.device, address: int) -> None:
+    torch.cuda.synchronize(device)
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
 
 
 class _FileRegion(StoredRegion):

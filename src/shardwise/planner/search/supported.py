@@ -98,8 +98,9 @@ class Mask:
 _LAYER = ("sp", "tp-plain", "cp-ring", "cp-all-gather", "cp-ulysses", "uneven-kv-heads", "odd-chunks", "ragged-widths",
           "ragged-blocks")  # fmt: skip
 _SCHEDULE = ("own-stages", "tied-ends-on-one-rank")  # and its name
-_RECOMPUTE = ("recompute-selective", "recompute-full", "repeated-matmuls", "repeated-attention",
-              "repeated-up-projection", "repeated-mlp-up", "repeated-experts", "repeated-missing-mlp-up")  # fmt: skip
+_RECOMPUTE = ("recompute-selective", "recompute-full", "recompute-of-some-layers", "repeated-matmuls",
+              "repeated-attention", "repeated-up-projection", "repeated-mlp-up", "repeated-experts",
+              "repeated-missing-mlp-up")  # fmt: skip
 _SHARDS = ("zero-0", "zero-1", "zero-2", "zero-3", "zero-3-kept", "hybrid-shard", "accumulate-local")
 _OFFLOAD = ("offload-optimizer", "offload-gradients", "offload-weights", "offload-activations", "offload-cpu",
             "offload-nvme", "no-offload-overlap", "weights-beyond-optimizer", "gradients-beyond-optimizer")  # fmt: skip
