@@ -138,7 +138,7 @@ BasePrecision = Literal["computed", "bf16", "fp8", "int8", "nf4", "nf4-double"]
 
 Part = Literal["embedding", "attention", "mlp", "experts", "router", "norms", "head"]
 PARTS: tuple[Part, ...] = get_args(Part)
-_OF_LAYERS: tuple[Part, ...] = ("attention", "mlp", "experts", "router", "norms")
+PARTS_OF_LAYERS: tuple[Part, ...] = ("attention", "mlp", "experts", "router", "norms")
 _PATTERN = re.compile(r"(?:layers(?:\.(\d+)(?:-(\d+))?)?(?:\.([a-z]+))?|([a-z]+))")
 
 
@@ -159,7 +159,7 @@ class TrainedPattern:
         match = _PATTERN.fullmatch(text)
         part = match and (match.group(3) or match.group(4))
         inside = match is not None and match.group(4) is None
-        if match is None or (part is not None and part not in (_OF_LAYERS if inside else PARTS)):
+        if match is None or (part is not None and part not in (PARTS_OF_LAYERS if inside else PARTS)):
             names = ", ".join(PARTS)
             raise SpecError(path, f"{shown(text)} names no part", f"use {names}, layers.0-3 or layers.0-3.norms")
         first, last = match.group(1), match.group(2) or match.group(1)
@@ -209,7 +209,7 @@ class Tuning:
     def trains_in(self, layer: int) -> bool:
         """Whether anything in a layer is trained."""
         adapted = self.adapters is not None and self.adapters.adapts_layer(layer)
-        return adapted or any(self.trains(part, layer) for part in _OF_LAYERS)
+        return adapted or any(self.trains(part, layer) for part in PARTS_OF_LAYERS)
 
     def first_trained(self, model: Model) -> int | None:
         """The layer below which no gradient flows: -1 with a trained embedding, None if only the ends are trained."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from shardwise.accuracy.vocabulary import cut
+from shardwise.cost.analysis import analyze
 from shardwise.cost.memory.activations import layer_activation_bytes, layer_saved_tensors
 from shardwise.cost.memory.device import peak_memory
 from shardwise.cost.step.prediction import predict
@@ -72,3 +73,21 @@ def test_casts_of_adapters_take_time_and_fused_ones_least() -> None:
         predict(job({"adapters": kind}, **adapters)).step_seconds for kind in ("fp32", "16-bit", "fused")
     )
     assert fused < plain < fp32 < 1.3 * fused
+
+
+@pytest.mark.parametrize(
+    ("tuning", "pp", "noted"),
+    [
+        ({"adapters": {"layers": [30, 31]}}, 2, True),
+        ({"trained": ["layers.16-31"]}, 4, True),
+        ({"trained": ["embedding", "layers.3.attention"]}, 2, True),
+        ({"adapters": {"layers": [30, 31]}}, 1, False),
+        ({"adapters": {}, "trained": ["norms", "head"]}, 2, False),
+        ({}, 2, False),
+    ],
+)
+def test_stages_that_train_unlike_layers_are_noted(tuning: dict[str, Any], pp: int, noted: bool) -> None:
+    training = {"seq": 4096, "global_batch": 8, **tuning}
+    one = Job.from_dict({"model": "mistral-7b", "cluster": "dgx-a100:1", "strategy": {"pp": pp, "dp": 8 // pp},
+                         "training": training})  # fmt: skip
+    assert noted == any("mean of all layers" in note for note in analyze(one).notes)
