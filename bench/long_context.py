@@ -54,7 +54,7 @@ def main() -> None:
 
 def one_step(job: Job) -> tuple[float, float]:
     """Seconds and loss of the first step, on random tokens; kernels are built, and host memory is taken, within it."""
-    with process_group(0, 1, dist.HashStore(), device="cuda"):
+    with process_group(0, 1, dist.HashStore(), device="cuda"):  # type: ignore[attr-defined]
         engine = Engine(job, device="cuda")
         text = torch.randint(job.model.vocab, (1, job.training.seq + 1), device="cuda")
         torch.cuda.synchronize()
