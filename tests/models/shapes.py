@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.models import Decoder, initialise
+from shardwise.spec.layers import LayerRecord
 from shardwise.spec.model import LatentAttention, MixtureOfExperts, Model, Numerics
 
 _LLAMA: dict[str, Any] = {
@@ -20,6 +21,8 @@ _LATENT = LatentAttention(kv_rank=8, nope_dim=8, rope_dim=4, value_dim=6, q_rank
 SHAPES: dict[str, Model] = {
     "dense": Model(**_LLAMA),
     "window": Model(**_LLAMA, qk_norm=True, sliding_window=5, sliding_window_every=2),
+    "chunks": Model(**_LLAMA, attention_chunk=7, moe=replace(_EXPERTS, shared_ffn=0), pattern=(
+        LayerRecord(mixer="chunk"), LayerRecord(mixer="full", rotary=False, feed_forward="mixture"))),
     "gpt": Model(**{**_LLAMA, "activation": "gelu", "norm": "layernorm", "kv_heads": 4}, positions="learned",
                  tied_embeddings=True, qkv_bias=True, attention_out_bias=True, mlp_bias=True, lm_head_bias=True),
     "geglu": Model(**{**_LLAMA, "activation": "geglu"}, positions="none", numerics=Numerics(gelu="exact")),

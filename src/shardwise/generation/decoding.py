@@ -14,7 +14,6 @@ from shardwise.generation.request import Generated, GenerationRequest, Sampling
 from shardwise.models import AttentionArguments, Decoder
 from shardwise.models.attention import Attention, MultiHeadLatentAttention, Rotation, rotate
 from shardwise.models.dot_product import attention_from, dot_product_attention
-from shardwise.models.layer import window_of
 from shardwise.models.loss import softly_capped
 
 # -- keys and values of earlier tokens, kept between calls of a decoder ------------------------------
@@ -66,17 +65,25 @@ class Columns:
 
 
 class CachedAttention:
-    """``attend`` of an attention module, with the keys and values of earlier tokens."""
+    """``attend`` of an attention module, with the keys and values of earlier tokens.
 
-    def __init__(self, window: int | None) -> None:
-        self.keys, self.values = Columns(window), Columns(window)
+    With ``chunks`` it also keeps the number of each token's chunk: a call brings those of its own tokens.
+    """
+
+    def __init__(self, span: int | None, *, chunks: bool = False) -> None:
+        self.keys, self.values = Columns(span), Columns(span)
+        self.numbers = Columns(span) if chunks else None
 
     def keep_rows(self, rows: Tensor) -> None:
-        self.keys.keep_rows(rows)
-        self.values.keep_rows(rows)
+        for columns in (self.keys, self.values, self.numbers):
+            if columns is not None:
+                columns.keep_rows(rows)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, arguments: AttentionArguments) -> Tensor:
         keys, values = self.keys.append(key), self.values.append(value)
+        if self.numbers is not None and arguments.documents is not None:
+            own = arguments.documents.expand(key.shape[0], -1)[..., None, None]
+            arguments = replace(arguments, documents=self.numbers.append(own)[..., 0, 0])
         if keys.shape[1] == key.shape[1]:
             return dot_product_attention(query, key, value, arguments)
         return attention_to(keys, values, query, arguments)
@@ -141,12 +148,13 @@ class KeyValueCache:
     def __init__(self, decoder: Decoder) -> None:
         self.layers: dict[Attention | MultiHeadLatentAttention, CachedAttention | CachedLatentAttention] = {}
         for index, layer in decoder.layers.items():
-            module, window = layer.attention, window_of(decoder.model, int(index))
+            module, mixer = layer.attention, decoder.model.every_layer[int(index)].mixer
+            span = decoder.model.span_of(mixer)
             if isinstance(module, MultiHeadLatentAttention):
-                self.layers[module] = CachedLatentAttention(module, window)
+                self.layers[module] = CachedLatentAttention(module, span)
             else:
                 assert isinstance(module, Attention)
-                self.layers[module] = CachedAttention(window)
+                self.layers[module] = CachedAttention(span, chunks=mixer == "chunk")
 
     @torch.inference_mode()
     def keep_rows(self, rows: Tensor) -> None:

@@ -421,6 +421,8 @@ def with_small_model(job: Job) -> Job:
         "head_dim": HEAD_SIZE, "ffn": 2 * width, "vocab": min(model.vocab, VOCABULARY), "name": f"small {model.name}",
         "mla": _small_latent(model), "moe": _small_experts(model, strategy, width), "published_parameters": None,
         "max_seq": min(model.max_seq, LONGEST_SEQUENCE),
+        "pattern": tuple(replace(layer, repeat=1) for layer in model.pattern),
+        **{name: _small_span(getattr(model, name), job.training.seq) for name in ("sliding_window", "attention_chunk")},
     }  # fmt: skip
     return replace(
         job,
@@ -428,6 +430,11 @@ def with_small_model(job: Job) -> Job:
         strategy=replace(strategy, stage_layers="even"),
         training=replace(job.training, seq=min(job.training.seq, LONGEST_SEQUENCE), global_batch=job.sequences),
     )
+
+
+def _small_span(span: int | None, seq: int) -> int | None:
+    """A window or chunk that hides keys of the small sequences where it does of the large ones."""
+    return span if span is None or span >= seq else min(span, min(seq, LONGEST_SEQUENCE) // 3)
 
 
 def _small_latent(model: Model) -> object:

@@ -9,7 +9,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +20,31 @@ from shardwise.models.adapters import initial_adapter, is_of_adapter
 from shardwise.models.attention import Rotation, attention_scale, rotation_of
 from shardwise.models.dot_product import AttentionArguments, document_bounds
 from shardwise.models.dropout import keys_in_layer
-from shardwise.models.layer import Ahead, Layer, PredictionLayer, ahead_of, window_of
+from shardwise.models.layer import Ahead, Layer, PredictionLayer, ahead_of
 from shardwise.models.loss import cross_entropy_sum, softly_capped
 from shardwise.models.norms import norm_of
 from shardwise.spec.errors import SpecError
-from shardwise.spec.model import Model
+from shardwise.spec.model import LONGEST, Model
 from shardwise.spec.support import not_built
+
+
+class Packed(NamedTuple):
+    """The documents that are packed into rows."""
+
+    documents: Tensor | None
+    """Their numbers [batch, seq]."""
+    bounds: Tensor | None
+    """Where they begin and end, for the kernel of a GPU."""
+    most: int | None
+    """The most in any row, where that is known; without documents each row is one."""
+
+    @classmethod
+    def of(cls, documents: Tensor | None, most: int | None) -> Packed:
+        if documents is None:
+            return cls(None, None, 1)
+        bounds = document_bounds(documents, most) if most is not None and documents.is_cuda else None
+        return cls(documents, bounds, most)
+
 
 LossFunction = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor | None], Tensor]
 
@@ -88,17 +107,19 @@ class Decoder(nn.Module):
             ahead = ahead_of(inputs, labels, documents, modules)
         hidden, embedded = self._embed(inputs, places, ahead)
         rotation, windowed_rotation = self._rotations(places)
-        bounds = None
-        if documents is not None and most_documents is not None and documents.is_cuda:
-            bounds = document_bounds(documents, most_documents)
+        packed = Packed.of(documents, most_documents)
+        chunks = self._chunks(places, packed, whole=positions is None)
         softcap, scale = self.model.numerics.attention_softcap, attention_scale(self.model)
 
         def run(index: int, layer: nn.Module, states: Tensor, *more: Tensor) -> Tensor:
-            window = window_of(self.model, index)
+            record = self.model.every_layer[index]
+            windowed = record.mixer == "window"
+            window, (numbers, bounds, _) = self.model.sliding_window, chunks if record.mixer == "chunk" else packed
             keys = None if token_keys is None else keys_in_layer(token_keys, index)
-            seen = (self.model.causal, window, scale, documents, positions, bounds, softcap)
+            seen = (self.model.causal, window if windowed else None, scale, numbers, positions, bounds, softcap)
             arguments = AttentionArguments(*seen, token_keys=keys)
-            result: Tensor = layer(states, rotation if window is None else windowed_rotation, arguments, *more)
+            turned = (windowed_rotation if windowed else rotation) if record.rotary else None
+            result: Tensor = layer(states, turned, arguments, *more)
             return result
 
         for index, layer in layers.items():
@@ -144,6 +165,20 @@ class Decoder(nn.Module):
             problem = f"{places.shape[1]} tokens are more than the {self.model.max_seq} positions {self.model.name} has"
             raise SpecError("training.seq", problem, "use shorter sequences")
         return hidden + self.position_embedding(places), others
+
+    def _chunks(self, places: Tensor, packed: Packed, *, whole: bool) -> Packed:
+        """Chunks as documents within documents, which layers that attend to their own chunk see.
+
+        ``places`` are of the tokens at hand, the last ones where a cache keeps others; ``whole``: from 0 on.
+        """
+        chunk, seq = self.model.attention_chunk, places.shape[1]
+        if chunk is None or (whole and seq <= chunk):
+            return packed
+        numbers = places // chunk
+        if packed.documents is not None:
+            numbers = numbers + packed.documents[:, -seq:] * (LONGEST // chunk + 1)
+        most = None if packed.most is None else packed.most + seq // chunk
+        return Packed.of(numbers, most)
 
     def _rotations(self, places: Tensor) -> tuple[Rotation | None, Rotation | None]:
         """The rotation of layers that see all keys, and of those with a window."""

@@ -93,12 +93,6 @@ def _normed(norm: nn.Module | None, states: Tensor) -> Tensor:
     return normed
 
 
-def window_of(model: Model, index: int) -> int | None:
-    """The sliding window of a layer; every n-th layer has none if the model says so."""
-    everywhere = model.sliding_window_every == 1
-    return model.sliding_window if everywhere or (index + 1) % model.sliding_window_every else None
-
-
 # -- Multi-token prediction: modules behind the last layer -----------------------------------------
 # DeepSeek-V3, arXiv 2412.19437, section 2.2: module k joins the state before it with the embedding of the k-th token
 # ahead, and its layer predicts the token after that. Embedding and head are those of the model.

@@ -10,7 +10,8 @@ from typing import Literal, get_args
 
 from shardwise.spec.codec import Spec, count, setting
 from shardwise.spec.errors import SpecError, nearest_name, shown
-from shardwise.spec.model import MOST_LAYERS, Matrix, MatrixRole, Model
+from shardwise.spec.layers import MOST_LAYERS
+from shardwise.spec.model import Matrix, MatrixRole, Model
 
 _R = MatrixRole
 _ATTENTION = (_R.QUERY, _R.KEY, _R.VALUE, _R.ATTENTION_OUTPUT, _R.QUERY_DOWN, _R.QUERY_UP)

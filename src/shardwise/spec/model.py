@@ -6,13 +6,14 @@ with how tensor parallelism splits it; parameter counts, FLOPs, memory and commu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from typing import Literal
 
 from shardwise.spec.codec import Spec, count, setting
 from shardwise.spec.errors import SpecError
+from shardwise.spec.layers import MOST_LAYERS, LayerRecord, Mixer, layers_of_pattern
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +100,8 @@ class Numerics(Spec):
 
 
 Split = Literal["column", "row", "none"]
-# Far beyond any model: anything larger is a mistake, and would keep a search busy for ever.
-MOST_LAYERS, WIDEST, MOST_HEADS, LONGEST = 2048, 2**24, 2**16, 2**30
+# Far beyond any model, as `MOST_LAYERS` is.
+WIDEST, MOST_HEADS, LONGEST = 2**24, 2**16, 2**30
 
 
 class MatrixRole(Enum):
@@ -286,6 +287,11 @@ class Model(Spec):
     """Number of keys that a query attends to."""
     sliding_window_every: int = count(1, maximum=MOST_LAYERS)
     """Above 1: every n-th layer attends to all keys instead (Gemma). 1: none does (Mistral)."""
+    attention_chunk: int | None = count(None, maximum=LONGEST)
+    """Tokens of a chunk, for layers whose queries attend to keys of their own chunk only (Llama 4)."""
+    pattern: tuple[LayerRecord, ...] = ()
+    """Layers in order, from the first again until there are `layers`. By default they follow from `sliding_window`,
+    `sliding_window_every`, `moe.dense_layers` and `moe.every`."""
     token_types: int = count(0, minimum=0, maximum=MOST_HEADS)
     """Embeddings of token types (BERT)."""
     embedding_norm: bool = False
@@ -321,9 +327,58 @@ class Model(Spec):
             raise SpecError("norm_after", problem, "set norms_per_layer: 2 and parallel_block: false")
         if self.moe and self.moe.dense_layers > self.layers:
             raise SpecError("moe.dense_layers", f"{self.moe.dense_layers} is more than {self.layers} layers")
+        if self.pattern:
+            self._check_pattern()
         object.__setattr__(self, "kv_heads", kv_heads)
         if self.head_dim is None:
             object.__setattr__(self, "head_dim", max(1, self.hidden // self.heads))
+
+    def _check_pattern(self) -> None:
+        named = {"sliding_window_every": self.sliding_window_every > 1}
+        if self.moe:
+            named |= {"moe.dense_layers": self.moe.dense_layers > 0, "moe.every": self.moe.every > 1}
+        for field in (field for field, given in named.items() if given):
+            raise SpecError(field, "says what pattern says too", "give one of the two")
+        needs = {
+            "sliding_window": (self.sliding_window, any(layer.mixer == "window" for layer in self.pattern)),
+            "attention_chunk": (self.attention_chunk, any(layer.mixer == "chunk" for layer in self.pattern)),
+            "moe": (self.moe, any(layer.feed_forward == "mixture" for layer in self.pattern)),
+        }
+        for field, (value, used) in needs.items():
+            if used and value is None:
+                raise SpecError(field, "is missing, and a layer of the pattern needs it", "give it, or another pattern")
+            if value is not None and not used:
+                raise SpecError(field, "is used by no layer of the pattern", "leave it out, or add such a layer")
+        if self.mla and self.attention_chunk:
+            raise SpecError("attention_chunk", "is not for latent attention", "use full or window as mixer")
+
+    @cached_property
+    def every_layer(self) -> tuple[LayerRecord, ...]:
+        """The layers in order; those of prediction modules follow: they are like the last, with experts if any has."""
+        layers = layers_of_pattern(self.pattern or tuple(map(self._usual_layer, range(self.layers))), self.layers)
+        prediction = replace(layers[-1], feed_forward="mixture" if self.moe else "dense")
+        return layers + self.mtp_layers * (prediction,)
+
+    def _usual_layer(self, index: int) -> LayerRecord:
+        """A layer of a model without a pattern."""
+        windowed = self.sliding_window is not None and (
+            self.sliding_window_every == 1 or (index + 1) % self.sliding_window_every > 0
+        )
+        behind = -1 if self.moe is None else index - self.moe.dense_layers
+        mixture = self.moe is not None and behind >= 0 and behind % self.moe.every == self.moe.every - 1
+        return LayerRecord(mixer="window" if windowed else "full", feed_forward="mixture" if mixture else "dense")
+
+    @cached_property
+    def mixers(self) -> dict[Mixer, int]:
+        """How many layers, without those of prediction modules, have each mixer."""
+        counts: dict[Mixer, int] = {}
+        for layer in self.every_layer[: self.layers]:
+            counts[layer.mixer] = counts.get(layer.mixer, 0) + 1
+        return counts
+
+    def span_of(self, mixer: Mixer) -> int | None:
+        """Keys that a query of such a layer attends to at most; None: all."""
+        return {"full": None, "window": self.sliding_window, "chunk": self.attention_chunk}[mixer]
 
     @property
     def key_value_heads(self) -> int:
@@ -348,9 +403,7 @@ class Model(Spec):
         return sum(self.is_moe_layer(index) for index in range(self.layers)) if self.moe else 0
 
     def is_moe_layer(self, index: int) -> bool:
-        if self.moe is None or index < self.moe.dense_layers:
-            return False
-        return (index - self.moe.dense_layers) % self.moe.every == self.moe.every - 1
+        return self.every_layer[index].feed_forward == "mixture"
 
     @property
     def query_key_dim(self) -> int:

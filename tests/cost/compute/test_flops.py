@@ -18,6 +18,7 @@ from shardwise.cost.compute.flops import (
 )
 from shardwise.cost.step.prediction import stage_compute
 from shardwise.layout.stages import rank_contents
+from shardwise.spec.layers import LayerRecord
 from shardwise.spec.model import Model
 from shardwise.spec.parameters import active_parameter_count, parameter_count
 
@@ -105,6 +106,22 @@ def test_every_nth_layer_attends_to_everything() -> None:
     model = replace(LLAMA, sliding_window=16, sliding_window_every=4)
     windowed, full = brute_force_keys(128, 16), 64
     assert attended_tokens(model, 128) == pytest.approx((3 * windowed + full) / 4, abs=0.5)
+
+
+@pytest.mark.parametrize(("seq", "chunk"), [(1024, 256), (1000, 256), (128, 256)])
+def test_queries_attend_to_the_keys_of_their_chunk(seq: int, chunk: int) -> None:
+    """As one counts; every fourth layer attends to all keys."""
+    pattern = (LayerRecord(mixer="chunk", repeat=3), LayerRecord(rotary=False))
+    model = replace(LLAMA, attention_chunk=chunk, pattern=pattern)
+    own = sum(query % chunk + 1 for query in range(seq)) / seq
+    assert attended_tokens(model, seq) == pytest.approx((3 * own + seq / 2) / 4, abs=0.5)
+
+
+@pytest.mark.parametrize("chunk", [64, 200, 512])
+def test_ranks_see_unequal_parts_of_chunks(chunk: int) -> None:
+    model = replace(LLAMA, attention_chunk=chunk, pattern=(LayerRecord(mixer="chunk"),))
+    ranks = [attended_tokens_of_rank(model, 1024, 4, rank) for rank in range(4)]
+    assert sum(ranks) / 4 == pytest.approx(attended_tokens(model, 1024))
 
 
 def test_an_encoder_attends_to_the_whole_sequence() -> None:

@@ -21,6 +21,7 @@ from shardwise.engine.mesh import build_mesh
 from shardwise.models.decoder import Decoder, initialise
 from shardwise.models.moe import MoELayer
 from shardwise.spec import presets
+from shardwise.spec.layers import LayerRecord
 from shardwise.spec.model import Model
 from shardwise.spec.strategy import Strategy
 
@@ -32,6 +33,9 @@ def model_of(name: str) -> Model:
         return replace(model_of("tiny"), positions="learned", norm="layernorm", activation="gelu", kv_heads=8)
     if name == "window":
         return replace(model_of("tiny"), sliding_window=6, sliding_window_every=2)
+    if name == "chunks":
+        pattern = (LayerRecord(mixer="chunk"), LayerRecord(rotary=False))
+        return replace(model_of("tiny"), attention_chunk=7, pattern=pattern)
     return replace(presets.load("model", Model, name), layers=2)
 
 
@@ -103,6 +107,12 @@ def test_loss_and_gradients_of_every_kind_of_decoder_on_four_ranks(method: str, 
 @pytest.mark.parametrize("method", ["all-gather", "ulysses"])
 def test_a_decoder_with_windows_and_packed_documents(method: str) -> None:
     assert max(on_ranks(2, worst, method, "window", True)) < 1e-5
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_decoder_with_chunks(method: str, packed: bool) -> None:
+    assert max(on_ranks(2, worst, method, "chunks", packed)) < 1e-5
 
 
 def recomputed(decoder: Decoder) -> None:

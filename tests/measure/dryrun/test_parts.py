@@ -22,6 +22,7 @@ from shardwise.measure.dryrun.world import CollectiveLog, FlopLog, fake_tensors,
 from shardwise.models.norms import RMSNorm
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
+from shardwise.spec.layers import LayerRecord
 from shardwise.training.memory import TensorBytes
 
 
@@ -159,7 +160,7 @@ def test_parts_of_memory_by_where_tensors_are_made_and_freed() -> None:
 
 # -- extension ---------------------------------------------------------------------------------------
 
-DENSE, EXPERTS = (0, LayerKind()), (0, LayerKind(experts=True))
+DENSE, EXPERTS = (0, LayerKind()), (0, LayerKind(LayerRecord(feed_forward="mixture")))
 
 
 def test_numbers_that_grow_with_layers_and_microbatches_are_extended_exactly() -> None:

@@ -6,10 +6,11 @@ input gradient, one for the weight gradient (Kaplan et al. 2020, arXiv 2001.0836
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from shardwise.spec.fine_tuning import EVERYTHING, NOTHING, Tuning
+from shardwise.spec.layers import Mixer
 from shardwise.spec.model import Matrix, Model
 from shardwise.spec.parameters import (
     active_parameter_count,
@@ -32,36 +33,66 @@ class LayerFlops:
 
 
 def attended_tokens(model: Model, seq: int, *, halve_causal: bool = True) -> float:
-    """Keys that a query attends to on average; ``halve_causal`` leaves out those that a causal mask hides."""
+    """Keys that a query attends to, mean over layers; ``halve_causal`` leaves out those that a causal mask hides."""
     masked = model.causal and halve_causal
-    full = seq / 2 if masked else float(seq)
-    if model.sliding_window is None or model.sliding_window >= seq:
-        return full
-    # Layers with a sliding window attend to the window; every n-th layer (if n > 1) to all keys. Under the causal
-    # mask the first `window` queries see half of it on average.
-    window = float(model.sliding_window)
-    if masked:
-        window -= window * window / (2 * seq)
-    every = model.sliding_window_every
-    return window if every == 1 else (window * (every - 1) + full) / every
+    return _mean_over_layers(model, lambda mixer: _attended(mixer, model.span_of(mixer), seq, masked=masked))
 
 
 def attended_tokens_of_rank(model: Model, seq: int, ranks: int, rank: int) -> float:
     """`attended_tokens` of a context rank whose tokens are split in zig-zag: chunks r and 2·cp−1−r of 2·cp.
 
-    Plain causal attention costs the same on all ranks. A sliding window does not: the first queries see less of it.
+    Plain causal attention costs the same on all ranks. Windows and chunks do not: their first queries see less.
     """
-    window, half = model.sliding_window, seq / (2 * ranks)
-    if ranks == 1 or window is None or window >= seq or not model.causal:
+    if ranks == 1 or not model.causal or all(_sees_all(model.span_of(mixer), seq) for mixer in model.mixers):
         return attended_tokens(model, seq)
-
-    def seen_before(place: float) -> float:
-        return place * place / 2 if place <= window else window * (place - window / 2)
-
+    half = seq / (2 * ranks)
     starts = (rank * half, seq - (rank + 1) * half)
-    mean = sum(seen_before(start + half) - seen_before(start) for start in starts) / (2 * half)
-    every = model.sliding_window_every
-    return mean if every == 1 else (mean * (every - 1) + seq / 2) / every
+
+    def attended(mixer: Mixer) -> float:
+        before = [_seen_before(mixer, model.span_of(mixer) or seq, place) for start in starts
+                  for place in (start, start + half)]  # fmt: skip
+        return (before[1] - before[0] + before[3] - before[2]) / (2 * half)
+
+    return _mean_over_layers(model, attended)
+
+
+def attended_share(model: Model, seq: int) -> float:
+    """Share of the FLOPs of causal attention that is in layers whose queries attend to a part of the keys only."""
+    if all(_sees_all(model.span_of(mixer), seq) for mixer in model.mixers):
+        return 0.0
+    full = model.mixers.get("full", 0) * _attended("full", None, seq, masked=model.causal)
+    return 1 - full / model.layers / attended_tokens(model, seq)
+
+
+def _mean_over_layers(model: Model, attended: Callable[[Mixer], float]) -> float:
+    if len(model.mixers) == 1:
+        return attended(*model.mixers)
+    return sum(count * attended(mixer) for mixer, count in model.mixers.items()) / model.layers
+
+
+def _sees_all(span: int | None, seq: int) -> bool:
+    return span is None or span >= seq
+
+
+def _attended(mixer: Mixer, span: int | None, seq: int, *, masked: bool) -> float:
+    """Keys that a query of one layer attends to, mean over a sequence."""
+    if _sees_all(span, seq):
+        return seq / 2 if masked else float(seq)
+    assert span
+    if masked:
+        return _seen_before(mixer, span, seq) / seq
+    if mixer == "window":
+        return float(span)
+    whole, rest = divmod(seq, span)
+    return (whole * span * span + rest * rest) / seq
+
+
+def _seen_before(mixer: Mixer, span: int, place: float) -> float:
+    """Pairs of a causal query before ``place`` and a key that it sees."""
+    if mixer == "chunk":
+        whole, rest = divmod(place, span)
+        return (whole * span * span + rest * rest) / 2
+    return place * place / 2 if place <= span else span * (place - span / 2)
 
 
 def layer_forward_flops(model: Model, seq: int, *, moe: bool, halve_causal: bool = True) -> LayerFlops:

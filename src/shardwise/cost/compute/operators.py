@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any, Literal
 
 from shardwise.collectives.arrays import maximum, minimum, select
-from shardwise.cost.compute.flops import attended_tokens, attended_tokens_of_rank
+from shardwise.cost.compute.flops import attended_share, attended_tokens_of_rank
 from shardwise.layout.pieces import loss_in_one_piece, loss_tokens_at_once
 from shardwise.layout.stages import RankContents, layers_of_kind
 from shardwise.spec.fine_tuning import EVERYTHING, Adapters, Part, Tuning
@@ -76,7 +76,7 @@ class Operator:
     inner: float = 0.0
     heads: float = 0.0
     attended: float = 1.0  # share of the keys that mask and window leave visible to a query
-    windowed: float = 0.0  # share of its FLOPs in layers with a sliding window
+    windowed: float = 0.0  # share of its FLOPs in layers with a sliding window or chunks
     capped: bool = False  # scores are capped: c·tanh(x/c)
     dropped: bool = False  # a share of the weights, by dropout
     forward_bytes: float = 0.0
@@ -265,16 +265,8 @@ def _attention(model: Model, shape: LayerShape) -> Operator:
     attended = attended_tokens_of_rank(model, shape.seq, shape.zigzag_ranks, shape.context_rank) / shape.seq
     attended *= shape.attended_share
     return Operator(OperatorRole.ATTENTION, "attention", shape.tokens, shape.seq, features, heads, attended,
-                    windowed=_windowed_share(model, shape.seq), capped=model.numerics.attention_softcap is not None,
+                    windowed=attended_share(model, shape.seq), capped=model.numerics.attention_softcap is not None,
                     dropped=shape.dropout, recomputed_by="attention")  # fmt: skip
-
-
-def _windowed_share(model: Model, seq: int) -> float:
-    if model.sliding_window is None or model.sliding_window >= seq:
-        return 0.0
-    every = model.sliding_window_every
-    full = seq / 2 if model.causal else seq
-    return 1.0 if every == 1 else 1 - full / every / attended_tokens(model, seq)
 
 
 def _elementwise(model: Model, shape: LayerShape) -> list[Operator]:

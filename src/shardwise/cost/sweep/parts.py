@@ -224,8 +224,8 @@ class PartBook:
         method = layer.context_method if base.cp > 1 else ""
         whole = self._whole(base)
         exchanged = method == "ulysses"  # up-projections of latent attention are not run again then
-        # Context ranks see unequal parts of a sliding window, and equal parts of everything else.
-        windowed = base.cp if method and not exchanged and self.job.model.sliding_window is not None else 1
+        # Context ranks see unequal parts of windows and chunks, and equal parts of everything else.
+        windowed = base.cp if method and not exchanged and set(self.job.model.mixers) != {"full"} else 1
         timed = (*common, exchanged, windowed, base.ep)
         seconds = self._piece("seconds", timed, lambda: self._figures(jobs, SAVED, probed_seconds))
         held = (*common, base.cp, base.ep, method, whole)

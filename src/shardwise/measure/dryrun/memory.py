@@ -18,6 +18,7 @@ from shardwise.engine.torch_private import current_autograd_node, tree_iter
 from shardwise.measure.dryrun.result import PARTS, Bytes, Holder
 from shardwise.models.decoder import Decoder
 from shardwise.models.layer import Layer
+from shardwise.spec.layers import LayerRecord
 from shardwise.training.memory import TensorBytes
 
 # -- where in a step a rank is: which pass, which stage, which layer ---------------------------------
@@ -27,15 +28,15 @@ from shardwise.training.memory import TensorBytes
 class LayerKind(NamedTuple):
     """What distinguishes layers: all of one kind run the same operators."""
 
-    experts: bool = False
-    window: bool = False
+    layer: LayerRecord = LayerRecord()
     recomputed: bool = False
     predicts: bool = False
 
     @property
     def words(self) -> str:
-        words = ("experts" if self.experts else "dense", self.window and "window", self.recomputed and "recomputed",
-                 self.predicts and "prediction")  # fmt: skip
+        words = ("experts" if self.layer.feed_forward == "mixture" else "dense",
+                 self.layer.mixer != "full" and self.layer.mixer, not self.layer.rotary and "not rotated",
+                 self.recomputed and "recomputed", self.predicts and "prediction")  # fmt: skip
         return " ".join(word for word in words if word)
 
 

@@ -37,7 +37,6 @@ from shardwise.measure.dryrun.world import (
     replaced,
     updates_in_one_pass,
 )
-from shardwise.models.layer import window_of
 from shardwise.models.moe import MoELayer
 from shardwise.spec.job import Job
 
@@ -190,10 +189,8 @@ def layer_kinds(job: Job, pipeline_rank: int) -> dict[int, LayerKind]:
     kinds = {}
     for layers, first in zip(stages, recomputed):
         for number, index in enumerate(layers):
-            windowed = window_of(job.model, index) is not None
-            predicts = index >= job.model.layers
-            experts = job.model.moe is not None if predicts else job.model.is_moe_layer(index)
-            kinds[index] = LayerKind(experts, windowed, number < first, predicts)
+            record, predicts = job.model.every_layer[index], index >= job.model.layers
+            kinds[index] = LayerKind(record, number < first, predicts)
     return kinds
 
 
