@@ -314,7 +314,7 @@ def class_names(read: Iterable[Module]) -> dict[str, list[str]]:
 PARSERS = ("json.loads", "json.load", "yaml.load", "yaml.safe_load", "tomllib.loads", "tomllib.load")
 # What these read a process of the same run wrote a moment before, into a pipe, a socket or a file of its own.
 OWN_MESSAGES = (
-    "generation/files.py", "generation/ranks.py", "ui/searching.py", "run/storage/keeper_store.py",
+    "generation/files.py", "generation/ranks.py", "ui/children.py", "run/storage/keeper_store.py",
     "training/checkpoint/save.py", "engine/torch_private.py", "measure/doctor/software.py", "launch/",
 )  # fmt: skip
 

@@ -314,6 +314,27 @@ def test_what_no_control_shows_is_shown_and_can_be_left_out(page: Page) -> None:
     assert page.evaluate("document.querySelector('#others').hidden")
 
 
+# -- the demo of fine-tuning ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_tiny_model_is_taught_while_its_loss_falls(page: Page, picture: Callable[[Page, str], None]) -> None:
+    page.shape(1440, 900)
+    status = "document.querySelector('#demo .status').textContent"
+    lessons = "document.querySelectorAll('#demo .lesson')"
+    page.click("#demo .heading button")
+    page.wait_for(f"!!{lessons}[0]?.querySelector('canvas') && {status}.startsWith('training')", seconds=120)
+    picture(page, "demo-training")
+    page.wait_for(f"{status}.startsWith('Done')", seconds=240)
+    answers = page.evaluate(f"[...{lessons}].map(one => [...one.querySelectorAll('dd')].map(dd => dd.textContent))")
+    (question, random, chatting), (asked_again, before, after) = answers
+    assert question == asked_again and question.count("road") == 1
+    assert chatting == before == "The road is grey." != random
+    assert after == "The road is grey, says the fox."
+    assert page.evaluate("[...document.querySelectorAll('#demo canvas')].length") == 2
+    picture(page, "demo")
+
+
 # -- links, comparison, search, downloads -----------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,21 +125,34 @@ def test_published_runs_name_their_source(served: Served) -> None:
     assert [one["distance"] for one in data["runs"]] == sorted(one["distance"] for one in data["runs"])
 
 
-def test_whoever_goes_away_ends_his_search(served: Served) -> None:
-    asked = json.dumps({"model": "deepseek-v3", "cluster": "dgx-h100:256", "global_batch": 15360, "seq": 4096}).encode()
+@pytest.mark.parametrize("what", ["plan", "demo"])
+def test_whoever_goes_away_ends_what_he_asked_for(served: Served, what: str) -> None:
+    job = {"model": "deepseek-v3", "cluster": "dgx-h100:256", "global_batch": 15360, "seq": 4096}
+    asked, before = json.dumps(job if what == "plan" else {}).encode(), temporary_folders()
     with socket.create_connection(("127.0.0.1", served.port)) as connection:
-        head = f"POST /api/plan HTTP/1.1\r\nHost: 127.0.0.1:{served.port}\r\nContent-Type: application/json\r\n"
+        head = f"POST /api/{what} HTTP/1.1\r\nHost: 127.0.0.1:{served.port}\r\nContent-Type: application/json\r\n"
         head += f"Accept: text/event-stream\r\nContent-Length: {len(asked)}\r\n\r\n"
         connection.sendall(head.encode() + asked)
         assert b"200 OK" in connection.recv(4096)
-        assert searching(served.process.pid)
+        assert started_by(served.process.pid) and len(temporary_folders() - before) == (what == "demo")
+        if what == "demo":
+            assert served.post("demo", {}).line == "demo: a demo is running; wait for it"
     until = time.monotonic() + 20
-    while searching(served.process.pid) and time.monotonic() < until:
+    while (started_by(served.process.pid) or temporary_folders() - before) and time.monotonic() < until:
         time.sleep(0.1)
-    assert searching(served.process.pid) == []
+    assert started_by(served.process.pid) == [] and temporary_folders() <= before
 
 
-def searching(parent: int) -> list[int]:
+def test_the_demo_has_no_options(served: Served) -> None:
+    asked = served.post("demo", {"model": "llama3-8b"})
+    assert (asked.status, asked.line) == (422, "model: is not an option of the demo, which has none; send {}")
+
+
+def temporary_folders() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("shardwise-demo-*"))
+
+
+def started_by(parent: int) -> list[int]:
     """The processes that a server has started and that go on."""
     listed = Path(f"/proc/{parent}/task/{parent}/children").read_text()
     return [int(one) for one in listed.split()]

@@ -15,8 +15,9 @@ shardwise ui
 shardwise ui --model llama3-70b --cluster dgx-h100:8 --tp 8 --pp 2 --zero 1 --global-batch 512 --seq 8192 --open
 """
 _DOES = """A page on this machine that prices a job while you change it: verdict, memory, timeline, communication, the
-nearest published runs, two layouts side by side, the search, exports. It listens on 127.0.0.1 only; the page
-reads no file of this machine and runs nothing. It opens with the job that a file or flags describe."""
+nearest published runs, two layouts side by side, the search, exports, and a demo of fine-tuning. It listens on
+127.0.0.1 only; the page reads no file of this machine and runs nothing but the demo. It opens with the job that a file
+or flags describe."""
 _PORT = 8765
 
 

@@ -26,11 +26,14 @@ from shardwise.launch.loopback import Refusal, refusal
 from shardwise.report.html import asset as report_asset
 from shardwise.spec.errors import SpecError, shown
 from shardwise.ui.answer import advice, answer, compare, exported, published, timeline, trace
+from shardwise.ui.children import TICK, Children, Event
 from shardwise.ui.choices import catalogue
+from shardwise.ui.finetune_demo import Demos, demo_request
 from shardwise.ui.given import MOST_BYTES, arguments_from, document, error_data, imported
-from shardwise.ui.searching import TICK, Searches, plan_request
+from shardwise.ui.searching import plan_request
 
 Answer = Callable[[Mapping[str, Any]], Any]
+Events = AsyncGenerator[Event, None]
 _COMPRESSED_FROM = 1000  # bytes
 _FOLDER = Path(__file__).with_name("static")
 _CHARTS = ("chart.umd.min.js", "charts.js", "charts.css")  # of the report: both draw the same pictures
@@ -86,11 +89,13 @@ ANSWERS: dict[str, Answer] = {
 
 
 def page_app() -> App:
+    searches = Children("shardwise.ui.searching", ("plan", "search"), most_at_once=2)
     routes = [
         Route("/", _page),
         Route("/assets/{name}", _file),
         Route("/api/catalogue", _catalogue),
-        Route("/api/plan", _planned(Searches()), methods=["POST"]),
+        Route("/api/plan", _followed(searches.events, plan_request), methods=["POST"]),
+        Route("/api/demo", _followed(Demos().events, demo_request), methods=["POST"]),
         *(Route(f"/api/{name}", _posted(function), methods=["POST"]) for name, function in ANSWERS.items()),
     ]
     handlers: dict[Any, Any] = {404: _not_found, 405: _not_found, Exception: _failed}
@@ -139,17 +144,17 @@ def _posted(function: Answer) -> Callable[[Request], Any]:
     return answered
 
 
-def _planned(searches: Searches) -> Callable[[Request], Any]:
-    """The data of `plan --json`; with progress, as server-sent events, if the request accepts these.
+def _followed(begin: Callable[[bytes], Events], check: Answer) -> Callable[[Request], Any]:
+    """The last event of a process; if the request accepts server-sent events, all of them.
 
-    A client that disconnects ends the search.
+    A client that disconnects ends the process.
     """
 
     async def answered(request: Request) -> Response:
         try:
             body = await _body(request)
-            await run_in_threadpool(lambda: plan_request(document(body)))
-            events = searches.events(body)
+            await run_in_threadpool(lambda: check(document(body)))
+            events = begin(body)
             first = await anext(events)
         except _TooLarge as error:
             return _json(request, too_large(error).to_dict(), 413)
@@ -163,19 +168,17 @@ def _planned(searches: Searches) -> Callable[[Request], Any]:
     return answered
 
 
-async def _streamed(
-    request: Request, first: dict[str, Any], events: AsyncGenerator[dict[str, Any], None]
-) -> AsyncIterator[bytes]:
+async def _streamed(request: Request, first: Event, events: Events) -> AsyncIterator[bytes]:
     """Server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
-    event: dict[str, Any] | None = first
+    event: Event | None = first
     async with contextlib.aclosing(events):
         while event is not None and not await request.is_disconnected():
             data = json.dumps(event["data"], allow_nan=False)
-            yield b": searching\n\n" if event is TICK else f"event: {event['event']}\ndata: {data}\n\n".encode()
+            yield b": going on\n\n" if event is TICK else f"event: {event['event']}\ndata: {data}\n\n".encode()
             event = await anext(events, None)
 
 
-async def _last(request: Request, last: dict[str, Any], events: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any]:
+async def _last(request: Request, last: Event, events: Events) -> Event:
     async with contextlib.aclosing(events):
         async for event in events:
             last = last if event is TICK else event

@@ -2,6 +2,7 @@
 
 import { communication } from "./communication.js";
 import { comparison } from "./compare.js";
+import { demo } from "./demo.js";
 import { memory } from "./memory.js";
 import { runs } from "./runs.js";
 import { search } from "./search.js";
@@ -9,7 +10,7 @@ import { taking } from "./take.js";
 import { timeline } from "./timeline.js";
 import { where } from "./where.js";
 
-const ALL = [where, memory, timeline, communication, runs, comparison, search, taking];
+const ALL = [where, memory, timeline, communication, runs, comparison, search, taking, demo];
 
 export const panels = {
   prepare(place, known) {

@@ -2,7 +2,7 @@
 
 import { byId, bytes, count, el, seconds, share } from "./dom.js";
 import { card } from "./pictures.js";
-import { Refused } from "./server.js";
+import { listen } from "./server.js";
 import { replace, state } from "./state.js";
 
 const TOP = 8;
@@ -43,14 +43,13 @@ async function start() {
   status.textContent = "Starting the search";
   const since = performance.now();
   try {
-    const answer = await fetch("/api/plan", {
-      method: "POST",
-      headers: { "content-type": "application/json", accept: "text/event-stream" },
-      body: JSON.stringify(isMixed(job.cluster) ? job : { ...job, pareto: "memory" }),
-      signal: running.signal,
+    let picture = null;
+    await listen("plan", isMixed(job.cluster) ? job : { ...job, pareto: "memory" }, running.signal, (event, data) => {
+      if (event === "progress") status.textContent = `${data.words} · ${Math.round((performance.now() - since) / 1000)} s`;
+      else if (event === "picture") picture = data;
+      else if (data.ranking) draw(data, picture, job);
+      else drawMixed(data, job);
     });
-    if (!answer.ok) throw new Refused((await answer.json()).error);
-    await listen(answer.body, job, since);
   } catch (error) {
     status.className = error.name === "AbortError" ? "status" : "status problem";
     status.textContent = error.name === "AbortError" ? "Cancelled." : error.message;
@@ -63,27 +62,6 @@ async function start() {
 const stop = () => running?.abort();
 const isMixed = (cluster) => (typeof cluster === "string" ? cluster.includes("+") : Boolean(cluster?.kinds));
 const without = (names, job) => Object.fromEntries(Object.entries(job).filter(([name]) => !names.includes(name)));
-
-/** Reads server-sent events from a stream. */
-async function listen(stream, job, since) {
-  let text = "";
-  let picture = null;
-  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
-  for (let { value, done } = await reader.read(); !done; { value, done } = await reader.read()) {
-    text += value;
-    for (let end = text.indexOf("\n\n"); end >= 0; end = text.indexOf("\n\n")) {
-      const event = text.slice(0, end).match(/^event: (\w+)\ndata: (.*)$/s);
-      text = text.slice(end + 2);
-      if (!event) continue;
-      const data = JSON.parse(event[2]);
-      if (event[1] === "progress") status.textContent = `${data.words} · ${Math.round((performance.now() - since) / 1000)} s`;
-      else if (event[1] === "picture") picture = data;
-      else if (event[1] === "refused") throw new Refused(data.error);
-      else if (data.ranking) draw(data, picture, job);
-      else drawMixed(data, job);
-    }
-  }
-}
 
 function draw(plan, picture, job) {
   const { search: result, layouts, ranking, explanation } = plan;

@@ -22,6 +22,30 @@ export async function ask(what, job, signal) {
   return data;
 }
 
+/** A question that is answered by server-sent events; ``heard`` gets the name and the data of each. */
+export async function listen(what, job, signal, heard) {
+  const answer = await fetch(`/api/${what}`, {
+    method: "POST",
+    headers: { "content-type": "application/json", accept: "text/event-stream" },
+    body: JSON.stringify(job),
+    signal,
+  });
+  if (!answer.ok) throw new Refused((await answer.json()).error);
+  let text = "";
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let { value, done } = await reader.read(); !done; { value, done } = await reader.read()) {
+    text += value;
+    for (let end = text.indexOf("\n\n"); end >= 0; end = text.indexOf("\n\n")) {
+      const event = text.slice(0, end).match(/^event: (\w+)\ndata: (.*)$/s);
+      text = text.slice(end + 2);
+      if (!event) continue;
+      const data = JSON.parse(event[2]);
+      if (event[1] === "refused") throw new Refused(data.error);
+      heard(event[1], data);
+    }
+  }
+}
+
 export async function catalogue() {
   return (await fetch("/api/catalogue")).json();
 }
