@@ -107,12 +107,13 @@ def main() -> int:
         print(f"no table of fine-tuning runs at {path or 'the first argument'}")
         return 0
     runs, refused = published_runs([path])
-    scored = [Scored(run, score(run), fit_of(run.job)) for run in runs]
+    aside = [run.row_id for run in runs if run.set_aside]
+    scored = [Scored(run, score(run), fit_of(run.job)) for run in runs if not run.set_aside]
     if names:
         for one in (one for one in scored if names[0] in one.score.source):
             print(_line(one))
         return 0
-    print(f"{len(runs)} rows priced, {len(refused)} not: {reasons(refused)}")
+    print(f"{len(runs)} rows priced, {len(refused)} not: {reasons(refused)}; set aside: {', '.join(aside) or 'none'}")
     print("rows: mean, median, bias of " + ", ".join(KINDS))
     for source, each in by_source(scored).items():
         print(f"{source:24}" + "  ".join(f"{each[kind]!s:>26}" if kind in each else " " * 26 for kind in KINDS))

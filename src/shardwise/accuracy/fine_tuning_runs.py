@@ -25,11 +25,11 @@ COLUMNS = (
     *("rep_samples_s", "rep_step_s", "rep_peak_mem_gib", "rep_mem_kind", "fits"),
 )
 _BASES = (  # what a cell of the base's format means; GPTQ's codes have fp16 scales per 128, nearly as many bytes
+    ("computed", "^fp8|^fp32"),
     ("nf4-double", r"nf4-dq|nf4 nested|gptq"),
     ("nf4", r"nf4|^fp4"),
     ("int8", "int8"),
     ("bf16", "bf16|fp16"),
-    ("computed", "fp8|fp32"),
 )
 
 
@@ -66,8 +66,10 @@ def _job(row: TableRow, source: Source) -> Job:
     in_16_bit = stack.masters == "none" and not row.text("base_precision").lower().startswith("fp32")
     if in_16_bit and training["optimizer"] == "adamw":
         training["optimizer"] = "adamw-bf16-moments"  # torch's AdamW has moments in the format of what it updates
-    fields = {"model": _model(row), "cluster": _cluster(row), "stack": stack}
-    return Job.from_dict({**fields, "strategy": {"overlap": stack.overlap, **strategy}, "training": training})
+    model = replace(_model(row), **{name: value for variant in variants for name, value in variant.model.items()})
+    fields = {"model": model, "cluster": _cluster(row), "stack": stack}
+    job = Job.from_dict({**fields, "strategy": {"overlap": stack.overlap, **strategy}, "training": training})
+    return job.with_strategy(accumulate=job.usual_accumulation(job.strategy)) if job.microbatches > 1 else job
 
 
 def _model(row: TableRow) -> Model:

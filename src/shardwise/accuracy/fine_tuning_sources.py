@@ -88,10 +88,17 @@ _FMS = (
     Variant("liger", "Liger's loss in pieces", {"kernels": "liger"}, stack={"loss": "pieces"}),
 )  # fmt: skip
 _LITGPT = (
-    Variant("all", "bf16-true: 16-bit weights or adapters, gradients and moments", {}, stack=_ALL_16_BIT),
+    Variant("all but bf16-mixed", "bf16-true: 16-bit weights or adapters, gradients and moments",
+            {"base_precision": "^(?!fp32)"}, stack=_ALL_16_BIT),
     Variant("LoRA", "lora_dropout 0.05 (finetune/lora.py)", {"method": "lora"}, fill={"dropout": "0.05"}),
-    Variant("all", "chunked_cross_entropy on 16-bit logits (lit_gpt/utils.py); bitsandbytes 0.41 keeps inputs", {},
-            stack={"loss": "whole", "quantised_inputs": "kept", "loads_whole": True}),
+    Variant("all", "chunked_cross_entropy on 16-bit logits (utils.py), a head of its own and one product for "
+            "queries, keys and values (model.py, lora.py); no_backward_sync until the last microbatch; Fabric's FSDP1 with "
+            "use_orig_params; bitsandbytes before 0.43.2 keeps inputs", {},
+            model={"tied_embeddings": False},
+            stack={"loss": "whole", "joined_projections": True, "quantised_inputs": "kept", "loads_whole": True,
+                   "accumulation": "local", "flat_parameters": "mixed"}),
+    Variant("config_hub", "the loop holds a loss until it has the next; the tutorials' longest sample was the first",
+            {"source": "config_hub"}, stack={"quantised_inputs": "kept over losses"}),
 )  # fmt: skip
 _TORCHTUNE = (
     Variant("compiled", "compile=True", {"kernels": "compile"}, version="pytorch-compiled"),

@@ -159,13 +159,23 @@ class Stack(Spec):
     they read, before its dropout and after (`fp32`, as PEFT: tuners/lora/layer.py, _cast_input_dtype); summed by their
     products themselves in the forward pass (`added`, as this engine) or in both (`fused`, as Unsloth's
     kernels/fast_lora.py)."""
-    quantised_inputs: Literal["kept", "freed"] = "freed"
-    """Inputs of products with a quantised base, which no gradient reads: bitsandbytes kept them up to 0.41
-    (autograd/_functions.py, MatMul4Bit: `ctx.tensors = (A, B)`)."""
+    quantised_inputs: Literal["kept", "kept over losses", "freed"] = "freed"
+    """Inputs of products with a quantised base, which no gradient reads: bitsandbytes kept them up to 0.43.1
+    (autograd/_functions.py, MatMul4Bit: `ctx.tensors = (A, B)`; not since its pull request 1270), until a script lets
+    go of the loss: before the next pass, or only when that has a loss of its own (`kept over losses`)."""
+    joined_projections: bool = False
+    """Queries, keys and values are one product, as in LitGPT (model.py, CausalSelfAttention; lora.py, LoRAQKVLinear):
+    its adapters drop their common input once, and where they are of some of the three what they add is kept to be put
+    in its place (index_copy). Attention keeps values as a part of that tensor; those of grouped heads, and their keys,
+    it has for every head."""
     hooked_inputs: bool = False
     """Under ZeRO-3 the input of a frozen layer that is repeated, and its gradient, stay until the backward pass ends: a
     hook of FSDP1 holds the node that accumulates the gradient (torch/distributed/fsdp/_runtime_utils.py,
     _register_post_backward_reshard_only_hook), where checkpoints are re-entrant."""
+    flat_parameters: Literal["uniform", "mixed"] = "uniform"
+    """`mixed`: under ZeRO-3 frozen weights have gradients where trained ones are in the same layer. FSDP1 makes one
+    parameter of both, of which all needs a gradient (torch/distributed/fsdp/_flat_param.py,
+    _validate_tensors_to_flatten, with `use_orig_params`)."""
     loads_whole: bool = False
     """Under ZeRO-3 every device has all weights once, beside its shards, to load a checkpoint (FSDP1's
     summon_full_params)."""
@@ -313,7 +323,8 @@ class Stack(Spec):
 
     def stores(self, recipe: Recipe, *, whole_masters: bool = False) -> Recipe:
         """The recipe in the bytes that this stack keeps of every parameter; in fp32 those of ``whole_masters``."""
-        recipe = replace(recipe, wide_experts=not self.fp8_experts, frozen_plain=4 if self.upcasts(recipe) else 2)
+        plain, mixed = 4 if self.upcasts(recipe) else 2, self.flat_parameters == "mixed"
+        recipe = replace(recipe, wide_experts=not self.fp8_experts, frozen_plain=plain, frozen_gradients=mixed)
         if self.masters == "none" and recipe.master:
             sums = 4 if self.gradient_reduce == "fp32" else recipe.weight
             return replace(recipe, gradient=recipe.weight, master=0, whole_gradient=sums)

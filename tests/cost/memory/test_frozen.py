@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.accuracy.vocabulary import cut
 from shardwise.cost.analysis import analyze
-from shardwise.cost.memory.activations import layer_activation_bytes, layer_saved_tensors
+from shardwise.cost.memory.activations import SavedRole, layer_activation_bytes, layer_saved_tensors
 from shardwise.cost.memory.device import peak_memory
 from shardwise.cost.step.prediction import predict
 from shardwise.spec import Job
@@ -18,11 +18,17 @@ from shardwise.spec.clusters import cluster_from
 TOKENS, LAYERS, HIDDEN = 2 * 4096, 32, 4096
 
 
-def job(stack: dict[str, Any] | None = None, devices: int = 1, **training: Any) -> Job:
+def job(
+    stack: dict[str, Any] | None = None,
+    devices: int = 1,
+    model: str = "mistral-7b",
+    strategy: dict[str, Any] | None = None,
+    **training: Any,
+) -> Job:
     fields: dict[str, Any] = {"seq": 4096, "global_batch": 2 * devices, "adapters": {}, "base_precision": "nf4"}
-    strategy = {"microbatch": 2, "zero": 3 if devices > 1 else 0, "recompute": "full"}
+    usual = {"microbatch": 2, "zero": 3 if devices > 1 else 0, "recompute": "full"}
     cluster = cut(cluster_from("dgx-a100"), devices, devices)
-    made = Job.from_dict({"model": "mistral-7b", "cluster": cluster, "strategy": strategy,
+    made = Job.from_dict({"model": model, "cluster": cluster, "strategy": {**usual, **(strategy or {})},
                           "training": {**fields, **training}, "stack": "accelerate@0.34"})  # fmt: skip
     changes = {"loss": "pieces", "hooked_inputs": False, **(stack or {})}
     return replace(made, stack=replace(made.stack, **changes))
@@ -46,6 +52,65 @@ def test_quantised_products_that_keep_their_inputs() -> None:
     assert narrow[1] - narrow[0] == pytest.approx(TOKENS * 2 * (HIDDEN + 14336))  # of gate and up, and of down
     bf16 = {**only_queries, "base_precision": "bf16"}
     assert kept(**bf16) == kept(stack={"quantised_inputs": "kept"}, **bf16)
+
+
+def test_inputs_stay_until_the_next_loss() -> None:
+    short: dict[str, Any] = {"recompute": "none"}
+    once, twice = (
+        peak_memory(job({"quantised_inputs": kept, "loss": "whole"}, strategy=short)).activations
+        for kept in ("kept", "kept over losses")
+    )
+    # Of queries to values, the output, gate and up, and down.
+    assert twice - once == pytest.approx(LAYERS * TOKENS * 2 * (3 * HIDDEN + 14336))
+
+
+def test_one_product_for_queries_keys_and_values() -> None:
+    def kept(model: str, joined: bool, *targets: str) -> float:
+        case = job({"joined_projections": joined, "adapters": "16-bit"}, model=model,
+                   adapters={"targets": targets, "dropout": 0.1}, base_precision="bf16")  # fmt: skip
+        return sum(tensor.bytes for tensor in layer_saved_tensors(case, moe=False)) / (TOKENS * 2 * HIDDEN)
+
+    all_three = ("q_proj", "k_proj", "v_proj")
+    dropped = 1 + 1 / 2  # what dropout leaves and its mask
+    # Attention keeps values within a tensor of all three, or keys and values of all 32 heads, not of 8.
+    assert kept("llama2-7b", True, *all_three) - kept("llama2-7b", False, *all_three) == pytest.approx(2 - 2 * dropped)
+    assert kept("mistral-7b", True, *all_three) - kept("mistral-7b", False, *all_three) == pytest.approx(
+        2 * 3 / 4 - 2 * dropped
+    )
+    # What the adapters of two add is kept to be put among the three.
+    some = kept("llama2-7b", True, "q_proj", "v_proj") - kept("llama2-7b", False, "q_proj", "v_proj")
+    assert some == pytest.approx(2 - dropped + 2)
+
+
+def test_dropout_leaves_what_adapters_read() -> None:
+    def inputs(dropout: float) -> float:
+        case = job({"adapters": "16-bit"}, adapters={"dropout": dropout}, base_precision="bf16")
+        return sum(t.bytes for t in layer_saved_tensors(case, moe=False) if t.role is SavedRole.LINEAR_INPUTS)
+
+    assert inputs(0.0) == 2 * TOKENS * 2 * HIDDEN
+    assert inputs(0.1) == 0
+
+
+def test_frozen_norms_keep_no_output() -> None:
+    def outputs(**training: Any) -> float:
+        case = job({"norms": "separate"}, base_precision="bf16", **training)
+        return sum(t.bytes for t in layer_saved_tensors(case, moe=False) if t.role is SavedRole.NORM_OUTPUTS)
+
+    assert outputs() == 0 < outputs(trained=["norms"])
+
+
+def test_a_flat_parameter_of_frozen_and_trained_weights_has_gradients_of_both() -> None:
+    bf16: dict[str, Any] = {"base_precision": "bf16", "global_batch": 16, "seq": 512}
+    apart, mixed = (peak_memory(job({"flat_parameters": kind}, 4, **bf16)) for kind in ("uniform", "mixed"))
+    layers = job().model.layers * sum(m.parameters for m in job().model.attention_matrices)
+    layers += job().model.layers * sum(m.parameters for m in job().model.mlp_matrices(14336))
+    assert mixed.gradients - apart.gradients == pytest.approx(2 * layers / 4)
+    local, alone = (
+        peak_memory(job({"flat_parameters": "mixed"}, devices, strategy={"accumulate": "local"}, **bf16))
+        for devices in (4, 1)
+    )
+    assert local.gradients - apart.gradients == pytest.approx(2 * layers, rel=0.01)
+    assert alone.gradients < 0.1 * layers
 
 
 def test_hooks_hold_the_gradients_of_repeated_frozen_layers() -> None:

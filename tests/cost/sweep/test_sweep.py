@@ -137,7 +137,12 @@ def test_memory_of_other_software_too(job: Job, stack: str) -> None:
     assert table_of(job)[1] == pytest.approx(peak_memory(job).total, rel=1e-14)
 
 
-@pytest.mark.parametrize("stack", [{"hooked_inputs": True}, {"loads_whole": True}, {"upcast_base": True}, {}])
+@pytest.mark.parametrize(
+    "stack",
+    [{"hooked_inputs": True}, {"loads_whole": True}, {"upcast_base": True}, {"flat_parameters": "mixed"},
+     {"quantised_inputs": "kept over losses"}, {"joined_projections": True}, {}],
+    ids=lambda stack: next(iter(stack), "plain"),
+)  # fmt: skip
 @pytest.mark.parametrize(("recompute", "devices"), [("full", 2), ("none", 2), ("full", 1)])
 def test_memory_of_frozen_weights_too(stack: dict[str, Any], recompute: str, devices: int) -> None:
     training = {"seq": 2048, "global_batch": 2 * devices, "adapters": {}, "base_precision": "nf4"}

@@ -13,10 +13,11 @@ from enum import Enum
 from functools import lru_cache, partial
 
 from shardwise.cost.compute.operators import gradient_share, trains_head
-from shardwise.cost.memory.adapters import adapter_bytes, input_share
+from shardwise.cost.memory.adapters import adapter_bytes, input_share, inputs_of_earlier_pass
 from shardwise.layout.payloads import Share
 from shardwise.layout.pieces import loss_in_one_piece
 from shardwise.layout.sharding import divided_over
+from shardwise.layout.stages import layers_of_kind
 from shardwise.pipeline import peak_chunks_in_flight
 from shardwise.spec.fine_tuning import Part
 from shardwise.spec.job import Job
@@ -154,7 +155,9 @@ def _tuned(tensors: list[SavedTensor], job: Job, sizes: _Sizes, *, moe: bool) ->
     share = partial(input_share, job, moe)
     for tensor in tensors:
         kept = flows
-        if tensor.role is SavedRole.LINEAR_INPUTS:
+        if tensor.role is SavedRole.NORM_OUTPUTS:  # which only gradients of the norms' weights read
+            kept = tuning.trained_share("norms", layers_of_kind(job.model, moe=moe))
+        elif tensor.role is SavedRole.LINEAR_INPUTS:
             routed = moe and job.model.moe is not None and not job.model.moe.shared_ffn
             of_mlp = share("router", ()) if routed else share("mlp", (_R.GATE, _R.UP))
             kept = (share("attention", _INPUTS_OF_ATTENTION) + of_mlp) / 2
@@ -251,13 +254,16 @@ def _attention_tensors(job: Job, sizes: _Sizes) -> list[SavedTensor]:
     model = job.model
     tokens, heads = sizes.full_tokens, model.heads / sizes.tensor
     key_heads = model.heads if model.mla else model.key_value_heads
+    joined, in_values = job.stack.joined_projections and not model.mla, 1
+    if joined:  # values are a view of the joint tensor, or repeated with the keys
+        in_values, key_heads = 1 if key_heads < model.heads else 3, model.heads
     kv_heads = key_heads / min(sizes.tensor, key_heads)
     again = "up-projection" if model.mla else ""
     queries_again = again if model.mla and model.mla.q_rank else ""  # of full width, they are not an up-projection's
     tensors = [
         SavedTensor(SavedRole.QUERIES, tokens * heads * model.query_key_dim * sizes.element, queries_again),
         SavedTensor(SavedRole.KEYS, tokens * kv_heads * model.query_key_dim * sizes.element, again),
-        SavedTensor(SavedRole.VALUES, tokens * kv_heads * model.value_dim * sizes.element, again),
+        SavedTensor(SavedRole.VALUES, in_values * tokens * kv_heads * model.value_dim * sizes.element, again),
         SavedTensor(SavedRole.ATTENTION_OUTPUT, tokens * heads * model.value_dim * sizes.attention_outputs[0]),
         *_score_tensors(job, sizes, heads),
     ]
@@ -417,6 +423,7 @@ def head_activation_bytes(job: Job) -> float:
     made = loss_gradient_element(job) * head_gradients(job) if job.stack.loss == "pieces" else 0.0
     if job.autocasts:
         made += 2 * head_weights(job)  # the copy that its product has read
+    made += inputs_of_earlier_pass(job)
     joined = 2 * inputs * job.model.mtp_layers
     return (inputs + logits_bytes(job, per_logit)) * (1 + job.model.mtp_layers) + joined + made
 

@@ -8,16 +8,25 @@ from shardwise.spec.fine_tuning import Part
 from shardwise.spec.job import Job
 from shardwise.spec.model import MatrixRole
 
+_JOINED = (MatrixRole.QUERY, MatrixRole.KEY, MatrixRole.VALUE)
+
 
 def input_share(job: Job, moe: bool, part: Part, roles: tuple[MatrixRole, ...]) -> float:
     """The share of the layers that keep the input of some matrices, for their gradients or those of their adapters."""
     tuning, layers = job.training.tuning, layers_of_kind(job.model, moe=moe)
     adapters = tuning.adapters
-    if part != "router" and tuning.base.quantised and job.stack.quantised_inputs == "kept":
+    if part != "router" and tuning.base.quantised and job.stack.quantised_inputs != "freed":
         return gradient_share(job.model, tuning)
     own = part != "experts" or (adapters is not None and adapters.experts)
-    adapted = adapters is not None and own and not adapters.roles.isdisjoint(roles) and not _makes_inputs_again(job)
+    read = not _makes_inputs_again(job) and not _reads_dropped_inputs(job)
+    adapted = adapters is not None and own and not adapters.roles.isdisjoint(roles) and read
     return max(tuning.trained_share(part, layers), tuning.adapted_share(layers) if adapted else 0.0)
+
+
+def _reads_dropped_inputs(job: Job) -> bool:
+    """Whether the gradients of adapters read what dropout left of their inputs, not the inputs themselves."""
+    adapters = job.training.adapters
+    return adapters is not None and adapters.dropout > 0 and job.stack.adapters in ("16-bit", "fp32")
 
 
 def _makes_inputs_again(job: Job) -> bool:
@@ -29,6 +38,16 @@ def _makes_inputs_again(job: Job) -> bool:
     adapters, degrees = job.training.adapters, job.strategy
     alone = max(degrees.tp, degrees.ep) == 1
     return job.stack.is_own and job.training.compile and alone and adapters is not None and adapters.dropout > 0
+
+
+def inputs_of_earlier_pass(job: Job) -> float:
+    """Inputs of products with a quantised base that stay from the microbatch before until this one has its loss."""
+    tuning, model, strategy = job.training.tuning, job.model, job.strategy
+    if not tuning.base.quantised or job.stack.quantised_inputs != "kept over losses":
+        return 0.0
+    widths = 2 * model.hidden + (model.heads * model.value_dim + model.ffn) / strategy.tp
+    layers = model.layers / strategy.pp * gradient_share(model, tuning)
+    return layers * widths * job.microbatch_tokens * job.training.recipe.activation
 
 
 def adapter_bytes(job: Job, element: float, *, moe: bool) -> float:
@@ -47,9 +66,15 @@ def adapter_bytes(job: Job, element: float, *, moe: bool) -> float:
         ranks = strategy.expert_tensor_parallel
         groups.append((tokens / strategy.tp * experts.top_k * ranks, ranks, model.mlp_matrices(experts.ffn)))
     for rows, ranks, matrices in groups:
+        drops = list(filter(adapters.adapts, matrices))
+        if job.stack.joined_projections:
+            joined = [matrix for matrix in drops if matrix.role in _JOINED]
+            drops = [matrix for matrix in drops if matrix not in joined[1:]]
+            if len(joined) < len(_JOINED):
+                kept += rows * element * sum(matrix.outputs * matrix.share(ranks) for matrix in joined)
         for matrix in filter(adapters.adapts, matrices):
             kept += rows * adapters.rank * element
-            if adapters.dropout and job.stack.adapters != "added":
+            if adapters.dropout and job.stack.adapters != "added" and matrix in drops:
                 inputs = matrix.inputs * (matrix.share(ranks) if matrix.split == "row" else 1)
                 kept += rows * inputs * (element + 1)
             # Of a compiled layer's gate and up, their lengths are multiplied once more: only the products are kept.

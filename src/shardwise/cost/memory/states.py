@@ -121,7 +121,12 @@ def frozen_bytes(matrices: Any, others: Any, recipe: Recipe, sharding: Sharding,
         each = select((sharding.zero >= 3) & (shards > 1), recipe.weight, recipe.copies)
     weights = (matrices * each + others * other) / divided
     leaving = weights * sharding.offload.weights
-    return StateBytes(weights - leaving, 0.0, 0.0, leaving)
+    gradients = 0.0
+    if recipe.frozen_gradients:
+        has_gradients = (sharding.zero >= 3) & (shards > 1)
+        held = select(sharding.reduced_to_shards(shards), shards, 1)
+        gradients = select(has_gradients, matrices * recipe.gathered / held, 0.0)
+    return StateBytes(weights - leaving, gradients, 0.0, leaving)
 
 
 def updated_parameters(contents: RankContents, sharding: Sharding) -> Any:

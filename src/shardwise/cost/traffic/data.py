@@ -268,6 +268,7 @@ class GradientWire(NamedTuple):
     narrower: float = 0.0  # bytes saved for each parameter that is gathered for every use and multiplied in FP8
     owned: bool = False  # every parameter has one owner under ZeRO-1 (`Stack.owned_parameters`)
     forward_passes: int = 1  # of a microbatch, for each of which weights are gathered
+    frozen: bool = False  # gradients of frozen weights in layers are reduced too, in 16 bits (`Stack.flat_parameters`)
 
 
 def wire_bytes(job: Job, pp: int) -> GradientWire:
@@ -281,7 +282,7 @@ def wire_bytes(job: Job, pp: int) -> GradientWire:
     narrower = job.recipe.gathered - job.recipe.gathered_for_every_use
     return GradientWire(
         gradient, gathered, late, fsdp, fsdp and pp == 1, compression, job.strategy.synchronise, narrower,
-        stack.owned_parameters, job.training.forward_passes,
+        stack.owned_parameters, job.training.forward_passes, job.recipe.frozen_gradients,
     )  # fmt: skip
 
 
@@ -339,6 +340,8 @@ def data_lines(
     less = unit.multiplied * wire.narrower if again else 0.0
     frozen, frozen_ends = (0.0, 0.0) if sharding.gathers_once else (unit.frozen, unit.frozen_ends)
     gathered = unit.all * weight - less + frozen + frozen_ends
+    if wire.frozen:
+        whole = whole + frozen
     owned = wire.owned and sharding.gathers_once
     gather, scatter = CollectiveKind.ALL_GATHER, CollectiveKind.ALL_REDUCE if owned else CollectiveKind.REDUCE_SCATTER
     # A broadcast passes on as many bytes as a gather, over as many hops.
