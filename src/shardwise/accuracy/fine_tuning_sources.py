@@ -92,8 +92,8 @@ _LITGPT = (
             {"base_precision": "^(?!fp32)"}, stack=_ALL_16_BIT),
     Variant("LoRA", "lora_dropout 0.05 (finetune/lora.py)", {"method": "lora"}, fill={"dropout": "0.05"}),
     Variant("all", "chunked_cross_entropy on 16-bit logits (utils.py), a head of its own and one product for "
-            "queries, keys and values (model.py, lora.py); no_backward_sync until the last microbatch; Fabric's FSDP1 with "
-            "use_orig_params; bitsandbytes before 0.43.2 keeps inputs", {},
+            "queries, keys and values (model.py, lora.py); no_backward_sync until the last microbatch; Fabric's FSDP1 "
+            "with use_orig_params; bitsandbytes before 0.43.2 keeps inputs", {},
             model={"tied_embeddings": False},
             stack={"loss": "whole", "joined_projections": True, "quantised_inputs": "kept", "loads_whole": True,
                    "accumulation": "local", "flat_parameters": "mixed"}),

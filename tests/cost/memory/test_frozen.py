@@ -39,7 +39,7 @@ def test_an_upcast_base_has_fp32_hidden_states_and_ends() -> None:
     assert layer_activation_bytes(wide, moe=False) == 2 * layer_activation_bytes(plain, moe=False)
     others = plain.model.vocab * HIDDEN * 2 + (2 * LAYERS + 1) * HIDDEN
     assert peak_memory(wide).weights - peak_memory(plain).weights == pytest.approx(2 * others)
-    bf16 = {"base_precision": "bf16"}
+    bf16: dict[str, Any] = {"base_precision": "bf16"}
     assert peak_memory(job({"upcast_base": True}, **bf16)).total == peak_memory(job(**bf16)).total
 
 
@@ -133,7 +133,7 @@ def test_whole_weights_are_loaded_beside_their_shards() -> None:
 
 
 def test_casts_of_adapters_take_time_and_fused_ones_least() -> None:
-    adapters = {"adapters": {"dropout": 0.1, "targets": ["attention"]}}
+    adapters: dict[str, Any] = {"adapters": {"dropout": 0.1, "targets": ["attention"]}}
     fp32, plain, fused = (
         predict(job({"adapters": kind}, **adapters)).step_seconds for kind in ("fp32", "16-bit", "fused")
     )
