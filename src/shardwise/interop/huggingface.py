@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.interop.families import ALIASES, FAMILIES
+from shardwise.interop.families import ALIASES, FAMILIES, family_of
 from shardwise.interop.keys import Config, Family, unflatten
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.files import parse_json, read_text
@@ -46,7 +46,7 @@ def model_from_hf_config(config: Config | Path | str, name: str | None = None) -
 
 def _is_outer(config: Config) -> bool:
     """Whether the language model is inside: that of a vision-language model."""
-    return config.get("model_type") not in (*FAMILIES, *ALIASES) and isinstance(config.get("text_config"), Mapping)
+    return family_of(config.get("model_type")) is None and isinstance(config.get("text_config"), Mapping)
 
 
 def left_out(config: Any) -> list[str]:
@@ -112,16 +112,17 @@ def _name_in(config: Config) -> str:
 
 
 def _family(model_type: Any) -> Family:
+    family = family_of(model_type)
+    if family is not None:
+        return family
     known = sorted((*FAMILIES, *ALIASES))
     supported = "supported are " + ", ".join(known)
     if model_type is None:
         raise SpecError("model_type", "is missing", supported)
     if not isinstance(model_type, str):
         raise SpecError("model_type", f"{shown(model_type)} should be text", supported)
-    if model_type not in known:
-        near = nearest_name(model_type, known)
-        raise SpecError("model_type", f"{shown(model_type)} is not supported", f"{near} {supported}".strip())
-    return FAMILIES[ALIASES.get(model_type, model_type)]
+    near = nearest_name(model_type, known)
+    raise SpecError("model_type", f"{shown(model_type)} is not supported", f"{near} {supported}".strip())
 
 
 def _read(family: Family, config: Config) -> Model:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardwise.interop.tensor_names import TensorNames
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.model import Model, RopeScaling
 
@@ -53,7 +54,8 @@ class Family:
     """A ``model_type``: its fixed fields, its keys, and the settings a `Model` cannot express.
 
     ``keys`` are by dotted field of `Model`. ``requires`` gives, for a key, the one value that is understood
-    (or a function from the config to it). ``also`` gives the keys to write that no field alone decides.
+    (or a function from the config to it). ``also`` gives the keys to write that no field alone decides. ``tensors`` is
+    None where only the shape is read, no weights.
     """
 
     model_type: str
@@ -61,6 +63,7 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     requires: Mapping[str, Any] = field(default_factory=dict)
     also: Callable[[Model], dict[str, Any]] = lambda model: {}
+    tensors: TensorNames | None = None
 
 
 def key(names: str, default: Any, **options: Any) -> Key:
@@ -219,92 +222,6 @@ def four_times(name: str) -> Callable[[Any, Config], Any]:
     return lambda value, config: 4 * config[name] if value is None else value
 
 
-def leading_layers(value: Any, config: Config) -> int:
-    """Qwen's list of dense layers as a number of leading ones."""
-    layers = list(value or ())
-    if layers != list(range(len(layers))) or (layers and config["decoder_sparse_step"] != 1):
-        raise SpecError("mlp_only_layers", f"{shown(value)} are not the first layers", "only the first may be dense")
-    return len(layers)
-
-
-def qwen_window(value: Any, config: Config) -> Any:
-    """Qwen's window applies from layer ``max_window_layers`` on, and only if switched on."""
-    if not config.get("use_sliding_window", False):
-        return None
-    first = config.get("max_window_layers", 28)
-    if first == config["num_hidden_layers"]:
-        return None
-    if first != 0:
-        raise SpecError("max_window_layers", f"{shown(first)} leaves some layers unwindowed", "use 0, or no window")
-    return value
-
-
-def qwen_window_switch(model: Model) -> dict[str, Any]:
-    return {"use_sliding_window": True, "max_window_layers": 0} if model.sliding_window else {}
-
-
-def listed_every(every: Any, config: Config) -> Any:
-    """Gemma lists the kind of every layer: each ``every``-th one attends to all keys."""
-    kinds = config.get("layer_types")
-    if isinstance(kinds, list) and isinstance(every, int) and kinds != _layer_kinds(len(kinds), every):
-        raise SpecError("layer_types", f"do not make every {every}th layer a global one", "correct the config")
-    return every
-
-
-def second_window(value: Any, config: Config) -> Any:
-    """Gemma 2 has no setting for its pattern; its list of layers has to show it."""
-    listed_every(2, config)
-    return value
-
-
-def _layer_kinds(layers: int, every: int) -> list[str]:
-    unwindowed = range(every - 1, layers, every) if every > 1 else range(0)
-    return [GLOBAL if index in unwindowed else WINDOWED for index in range(layers)]
-
-
-def phi_3_lengths(model: Model) -> dict[str, Any]:
-    """What Phi-3 keeps outside ``rope_scaling``; and no padding token beyond a small vocabulary."""
-    scaling = model.numerics.rope_scaling
-    padding = {"pad_token_id": None} if model.vocab <= 32000 else {}
-    return {"original_max_position_embeddings": (scaling and scaling.original_seq) or model.max_seq, **padding}
-
-
-def layer_kinds(model: Model) -> dict[str, Any]:
-    return {"layer_types": _layer_kinds(model.layers, model.sliding_window_every)}
-
-
-def root(value: Any, config: Config) -> Any:
-    """Gemma multiplies embeddings by the square root of their width."""
-    return float(value) ** 0.5 if 0 < value < 1e12 else 1.0  # an invalid width is rejected where it is read
-
-
 def integer(value: Any, model: Model) -> Any:
     """As an int where it is one: some keys accept nothing else."""
     return value if value is None or value != int(value) else int(value)
-
-
-def routing_method(value: Any, model: Model) -> str:
-    if value:
-        return "noaux_tc"
-    return "group_limited_greedy" if model.moe and model.moe.groups > 1 else "greedy"
-
-
-def expert_groups(value: Any, config: Config) -> Any:
-    return 1 if value is None or config["topk_method"] == "greedy" else value
-
-
-def falcon_norms(value: Any, config: Config) -> Any:
-    if config.get("new_decoder_architecture", False):
-        return 2 if value is None else value
-    return 1 if config["parallel_attn"] else 2
-
-
-def falcon_kv_heads(value: Any, config: Config) -> Any:
-    if config.get("new_decoder_architecture", False):
-        return value
-    return 1 if config.get("multi_query", True) else None
-
-
-def falcon_switches(model: Model) -> dict[str, Any]:
-    grouped = model.kv_heads not in (1, model.heads) or (model.parallel_block and model.norms_per_layer == 2)
-    return {"new_decoder_architecture": grouped, "multi_query": model.kv_heads == 1}

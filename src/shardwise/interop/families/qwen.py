@@ -1,0 +1,99 @@
+"""Qwen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.interop.families.shared import BIAS, GROUPED, NUMERICS, RMS, SILU
+from shardwise.interop.keys import LIST, Config, Family, key, with_defaults
+from shardwise.interop.tensor_names import ATTENTION, EXPERTS, MLP, shared_in, stored_as
+from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.model import Model
+
+
+def _leading_layers(value: Any, config: Config) -> int:
+    """Qwen's list of dense layers as a number of leading ones."""
+    layers = list(value or ())
+    if layers != list(range(len(layers))) or (layers and config["decoder_sparse_step"] != 1):
+        raise SpecError("mlp_only_layers", f"{shown(value)} are not the first layers", "only the first may be dense")
+    return len(layers)
+
+
+def _qwen_window(value: Any, config: Config) -> Any:
+    """Qwen's window applies from layer ``max_window_layers`` on, and only if switched on."""
+    if not config.get("use_sliding_window", False):
+        return None
+    first = config.get("max_window_layers", 28)
+    if first == config["num_hidden_layers"]:
+        return None
+    if first != 0:
+        raise SpecError("max_window_layers", f"{shown(first)} leaves some layers unwindowed", "use 0, or no window")
+    return value
+
+
+def _qwen_window_switch(model: Model) -> dict[str, Any]:
+    return {"use_sliding_window": True, "max_window_layers": 0} if model.sliding_window else {}
+
+
+# fmt: off
+_QWEN = with_defaults(
+    {
+        **GROUPED, **SILU, **NUMERICS,
+        "sliding_window": key("sliding_window", 4096, nullable=True, read=_qwen_window),
+    },
+    ffn=22016, vocab=151936, max_seq=32768, kv_heads=32,
+)
+_QWEN_EXPERTS = {
+    "moe.experts": key("num_experts|num_local_experts", 60),
+    "moe.top_k": key("num_experts_per_tok", 4),
+    "moe.ffn": key("moe_intermediate_size", 1408),
+    "moe.every": key("decoder_sparse_step", 1),
+    "numerics.renormalise_top_k": key("norm_topk_prob", False),
+    "moe.dense_layers": key(
+        "mlp_only_layers", None, types=LIST, read=_leading_layers, write=lambda value, model: list(range(value))
+    ),
+}
+_QWEN_2 = Family(
+    "qwen2", _QWEN, {**RMS, "qkv_bias": True},
+    also=_qwen_window_switch,
+    tensors=stored_as("Qwen2ForCausalLM", ATTENTION, MLP),
+)
+_QWEN_3 = Family(
+    "qwen3",
+    with_defaults({**_QWEN, **BIAS}, head_dim=128),
+    {**RMS, "qk_norm": True},
+    also=_qwen_window_switch,
+    tensors=stored_as("Qwen3ForCausalLM", ATTENTION, MLP),
+)
+_QWEN_2_MOE = Family(
+    "qwen2_moe",
+    with_defaults(
+        {
+            **_QWEN, **_QWEN_EXPERTS,
+            "qkv_bias": key("qkv_bias", True),
+            "moe.shared_ffn": key("shared_expert_intermediate_size", 5632),
+        },
+        layers=24, hidden=2048, heads=16, kv_heads=16, ffn=5632,
+    ),
+    {**RMS, "moe.shared_gate": True},
+    {"use_sliding_window": False},  # transformers gives this family's window to other layers than its siblings'
+    also=_qwen_window_switch,
+    tensors=stored_as(
+        "Qwen2MoeForCausalLM",
+        ATTENTION, MLP, EXPERTS, shared_in("shared_expert"), {"mlp.shared_gate": "mlp.shared_expert_gate"},
+    ),
+)
+_QWEN_3_MOE = Family(
+    "qwen3_moe",
+    with_defaults(
+        {**_QWEN, **BIAS, **_QWEN_EXPERTS},
+        layers=24, hidden=2048, heads=32, kv_heads=4, ffn=6144,
+        **{"moe.experts": 128, "moe.top_k": 8, "moe.ffn": 768},
+    ),
+    {**RMS, "qk_norm": True},
+    also=_qwen_window_switch,
+    tensors=stored_as("Qwen3MoeForCausalLM", ATTENTION, MLP, EXPERTS),
+)
+
+FAMILIES = (_QWEN_2, _QWEN_3, _QWEN_2_MOE, _QWEN_3_MOE)
+# fmt: on
