@@ -15,7 +15,7 @@ from shardwise.api.inputs import decided_job, source_of
 from shardwise.api.results import Figure, Result, Rows
 from shardwise.api.run_options import RunKeywords, RunOptions, RunPlace, on_with_address, require_compatible
 from shardwise.interop.companions import folder_of_model
-from shardwise.interop.jobs import is_folder
+from shardwise.interop.jobs import is_folder, located
 from shardwise.launch.elastic import FindsRecuts
 from shardwise.launch.local import DEBUG
 from shardwise.launch.observe.prometheus import MetricsServer
@@ -325,11 +325,12 @@ def _with_absolute_paths(job: Job) -> Job:
 
 def _weights_left(named: Any, job: Job) -> list[str]:
     """A note if the model is a folder whose weights are not used: the user may have meant to start from them."""
-    if job.run.start_from is not None or not isinstance(named, str) or not is_folder(named):
+    folder = located(named)
+    if job.run.start_from is not None or not isinstance(folder, str) or not is_folder(folder):
         return []
-    if not any(Path(named).glob("*.safetensors")):
+    if not any(Path(folder).glob("*.safetensors")):
         return []
-    return [f"weights are random; --set run.start_from={named} begins with those in the folder"]
+    return [f"weights are random; --set run.start_from={folder} begins with those in the folder"]
 
 
 def _check_emulation(job: Job, *, here: bool, note: OnProgress) -> None:

@@ -19,6 +19,7 @@ from shardwise.api.quantities import amount, path_text, whole_number
 from shardwise.api.results import Figure, Result, Rows
 from shardwise.api.run_options import RunOptions, RunPlace
 from shardwise.interop.companions import companions, folder_of_model
+from shardwise.interop.hub_cache import cached_model
 from shardwise.interop.jobs import model_from
 from shardwise.launch.outcome import Outcome
 from shardwise.launch.run import Launch
@@ -30,6 +31,7 @@ from shardwise.run.data.conversations import ANSWERS, Answers, RecordRules
 from shardwise.spec.clusters import job_cluster_from
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.fine_tuning import Adapters
+from shardwise.spec.hub import is_hub_id
 from shardwise.spec.job import Job
 from shardwise.spec.lengths import Lengths
 from shardwise.spec.model import Model
@@ -219,7 +221,11 @@ def finetune(
 
 
 def _model_folder(model: str) -> Path:
-    folder = folder_of_model(str(Path(model).absolute()))  # "tiny" alone would name a preset
+    cached = None if os.path.exists(model) else cached_model(model)  # noqa: PTH110 (raises for an invalid path)
+    folder = cached or folder_of_model(str(Path(model).absolute()))  # "tiny" alone would name a preset
+    if is_hub_id(model) and (folder is None or not (folder / "tokenizer.json").is_file()):
+        problem = f"{shown(model)} is not a folder, nor in this machine's Hugging Face cache with its tokenizer"
+        raise SpecError("model", problem, f"run `hf download {model}`, or name the folder of a model")
     if folder is None:
         remedy = "name the folder of a model: config.json, weights and tokenizer, as from huggingface.co"
         raise SpecError("model", f"{shown(model)} is not a Hugging Face folder", remedy)

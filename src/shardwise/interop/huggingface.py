@@ -30,8 +30,7 @@ def model_from_hf_config(config: Config | Path | str, name: str | None = None) -
         path = Path(config)
         config = read_config(path)
         if name is None and isinstance(config, Mapping):
-            folder = path if path.is_dir() else path.parent
-            name = _name_in(config) or folder.resolve().name
+            name = _name_in(config) or _name_of((path if path.is_dir() else path.parent).resolve())
     if not isinstance(config, Mapping):
         raise SpecError("config", f"{shown(config)} should be a mapping of keys", "give the content of config.json")
     model_type = config.get("model_type")
@@ -109,6 +108,12 @@ def read_config(path: Path) -> Any:
 def _name_in(config: Config) -> str:
     path = config.get("_name_or_path")
     return path.rstrip("/").rsplit("/", 1)[-1] if isinstance(path, str) else ""
+
+
+def _name_of(folder: Path) -> str:
+    """That of a folder's model: the folder's own, unless it is a commit of a model in the hub's cache."""
+    model = folder.parents[1].name if folder.parent.name == "snapshots" else ""
+    return model.rsplit("--", 1)[-1] if model.startswith("models--") else folder.name
 
 
 def _family(model_type: Any) -> Family:

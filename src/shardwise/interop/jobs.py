@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shardwise.interop.hub_cache import cached_model, not_there
 from shardwise.interop.recognise import CONFIG, JOB, own_kind, suffix_of
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.files import MOST_IN_CONFIGURATION, bounded_text, parse_yaml, read_yaml
+from shardwise.spec.hub import is_hub_id
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 
@@ -41,11 +43,12 @@ def _with_fields(data: Any, path: Path | str) -> Mapping[str, Any]:
 
 
 def model_from(named: Any) -> Model:
-    """A model by preset name, mapping, our own file, or a Hugging Face config.json (or its folder).
+    """A model by preset name or Hugging Face id, mapping, our own file, or a Hugging Face config.json (or its folder).
 
     A folder with the name of a preset is written with a slash: ``./tiny``.
     """
     try:
+        named = located(named)
         if isinstance(named, str) and is_folder(named) and not (Path(named) / "config.json").is_file():
             problem = f"{shown(named)} is a folder without a config.json"
             raise SpecError("", problem, "name a Hugging Face folder, a preset or a file")
@@ -58,13 +61,34 @@ def model_from(named: Any) -> Model:
         raise error.under("model") from None
 
 
-def model_notes(named: Any) -> list[str]:
-    """What is not read of a Hugging Face config.json that was named, and was read."""
-    if not _is_config(named):
-        return []
-    from shardwise.interop.huggingface import left_out, read_config
+def located(named: Any) -> Any:
+    """What a model is named by, with a folder of the Hugging Face cache for an id that is no preset's.
 
-    return left_out(read_config(Path(named)))
+    Raises SpecError for an id that is nowhere.
+    """
+    if not isinstance(named, str) or not is_hub_id(named) or os.path.exists(named):  # noqa: PTH110 (raises if invalid)
+        return named
+    if presets.preset_name("model", named) is not None:
+        return named
+    folder = cached_model(named)
+    if folder is None:
+        raise not_there(named)
+    return str(folder)
+
+
+def model_notes(named: Any) -> list[str]:
+    """What a name that was read as a model stands for, and what is not read of a Hugging Face config.json."""
+    if not isinstance(named, str):
+        return []
+    found = located(named)
+    if _is_config(found):
+        from shardwise.interop.huggingface import left_out, read_config
+
+        where = [] if found == named else [f"{named}: config.json of the Hugging Face cache, {found}"]
+        return [*where, *left_out(read_config(Path(found)))]
+    preset = presets.preset_name("model", named)
+    is_other = preset not in (None, named.strip().lower()) and not os.path.exists(named)  # noqa: PTH110
+    return [f"{named}: preset {preset}"] if is_other else []
 
 
 def _is_config(named: Any) -> bool:
@@ -75,7 +99,7 @@ def _is_config(named: Any) -> bool:
 
 def is_folder(named: str) -> bool:
     """Whether a model's name is that of an existing folder, and not of a preset."""
-    preset = not presets.looks_like_file(named) and named.lower() in presets.names("model")
+    preset = not presets.looks_like_file(named) and presets.is_preset("model", named.lower())
     return not preset and os.path.isdir(named)  # noqa: PTH112 (Path.is_dir raises for an invalid path)
 
 

@@ -30,7 +30,7 @@ class Job(Spec):
     """Everything `analyze`, `plan` and `train` need; a job file holds exactly this."""
 
     model: Model = presets.preset_field("model", Model, flag="--model")
-    """A preset, a model file, or a Hugging Face folder or its config.json."""
+    """A preset or a Hugging Face id, a model file, or a Hugging Face folder or its config.json."""
     cluster: Cluster = reference(
         job_cluster_from,
         cluster_short,

@@ -3,6 +3,9 @@
 A preset is one YAML file in `catalogue/<kind>s/`, in the format a user writes. Only the file asked for is read. A file
 may list ``versions``, newest first: its fields are those of the newest, and each older one changes what the newer has.
 "megatron-bridge@26.04" names one, "megatron-bridge" the newest.
+
+A file may also describe a family: its fields are those that all ``members`` share, whose names begin with the file's.
+A preset with ``hub``, ids of huggingface.co, is known by these too, and the first one begins its source.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any, TypeVar
 from shardwise.spec.codec import Spec, reference
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.files import read_yaml
+from shardwise.spec.hub import shape_words
 
 _FOLDER = Path(__file__).parent / "catalogue"
 KINDS = ("model", "device", "link", "cluster", "stack")
@@ -44,7 +48,14 @@ FORMER = {"deepspeed-2021": "deepspeed@2021", "megatron-2022": "megatron-core@20
 
 def names(kind: str) -> list[str]:
     """All preset names of a kind (see `KINDS`), sorted."""
-    return sorted(path.stem for path in (_FOLDER / f"{kind}s").glob("*.yaml"))
+    return sorted(_files(kind))
+
+
+@functools.cache
+def _files(kind: str) -> Mapping[str, Path]:
+    """The file of every preset."""
+    paths = (_FOLDER / f"{kind}s").glob("*.yaml")
+    return {name: path for path in paths for name in _members(path, kind) or (path.stem,)}
 
 
 def every_name(kind: str) -> list[str]:
@@ -104,7 +115,8 @@ def preset_field(kind: str, cls: type[Spec], **options: Any) -> Any:
 
 def load(kind: str, cls: type[S], name: str) -> S:
     """A preset by name, or the user's own file of that kind."""
-    if looks_like_file(name):
+    known = preset_name(kind, name)
+    if looks_like_file(name) and (known is None or os.path.exists(name)):  # noqa: PTH110 (raises for a long name)
         data = files_beside(read_yaml(name, "file"), Path(name).parent)
         if not isinstance(data, Mapping):
             raise SpecError(Path(name).name, "has no fields", f"it should describe a {kind}")
@@ -112,8 +124,32 @@ def load(kind: str, cls: type[S], name: str) -> S:
             data = {**data, "name": Path(name).stem}
         return cls.from_dict(data, path=Path(name).name)
     noun: Any = cls
-    preset: S = _preset(kind, noun, name)
+    preset: S = _preset(kind, noun, known or name)
     return preset
+
+
+def preset_name(kind: str, named: str) -> str | None:
+    """The preset that a name means: a preset's own, its model's on huggingface.co, or that of a variant of its shape.
+
+    None for any other, such as a size that a family has and the catalogue lacks.
+    """
+    plain = named.strip().lower()
+    if _path(kind, plain.partition("@")[0]) is not None:
+        return plain
+    known = _models_by_name() if kind == "model" else {}
+    return known.get(plain) or known.get(shape_words(plain))
+
+
+@functools.cache
+def _models_by_name() -> Mapping[str | tuple[str, ...], str]:
+    """Model presets by the ids of their models, and by the words of these, with and without who publishes them."""
+    ids = {name: [one.lower() for one in _fields(path, "model", name).get("hub", ())]
+           for name, path in sorted(_files("model").items())}  # fmt: skip
+    found: dict[str | tuple[str, ...], str] = {one: name for name, known in ids.items() for one in known}
+    for name, known in ids.items():
+        for one in (name, *known, *(one.partition("/")[2] for one in known)):
+            found.setdefault(shape_words(one), name)
+    return found
 
 
 # Fields that may name a file, and the kind of preset that they may name instead; None: no preset is one.
@@ -157,8 +193,22 @@ def _preset(kind: str, cls: Any, name: str) -> Any:
     if path is None:
         remedy = nearest_name(name, names(kind)) or f"`shardwise list {kind}s` shows all"
         raise SpecError("", f"unknown {kind} {shown(name)}", remedy)
-    data = {key: value for key, value in _content(path, kind).items() if key != "versions"}
+    data = {key: value for key, value in _fields(path, kind, plain.lower()).items() if key not in ("versions", "hub")}
     return cls.from_dict(_of_version(kind, plain, version, data) if at else data, path=path.name)
+
+
+def _fields(path: Path, kind: str, name: str) -> dict[str, Any]:
+    """The fields of a preset, those of its family among them."""
+    shared = dict(_content(path, kind))
+    own = shared.pop("members", {}).get(name, {})
+    inner = {key: {**shared[key], **value} for key, value in own.items() if isinstance(shared.get(key), Mapping)}
+    data = {"name": name, **shared, **own, **inner}
+    return {**data, "source": f"{data['hub'][0]} config.json; {data['source']}"} if "hub" in data else data
+
+
+def _members(path: Path, kind: str) -> tuple[str, ...]:
+    """The presets of a family's file; none of a file that is one preset. Only models have families."""
+    return tuple(_content(path, kind).get("members", ())) if kind == "model" else ()
 
 
 def _of_version(kind: str, name: str, wanted: str, data: dict[str, Any]) -> dict[str, Any]:
@@ -182,9 +232,14 @@ def _content(path: Path, kind: str) -> Mapping[str, Any]:
 
 
 def _path(kind: str, name: str) -> Path | None:
-    """The file of a preset, None if there is none of that name."""
-    path = _FOLDER / f"{kind}s" / f"{name.lower()}.yaml"
-    return path if _is_plain(name) and path.is_file() else None
+    """The file of a preset, None if there is none of that name: its own, or that of its family."""
+    wanted = stem = name.lower()
+    while stem and _is_plain(name):
+        path = _FOLDER / f"{kind}s" / f"{stem}.yaml"
+        if path.is_file():
+            return path if wanted in (_members(path, kind) or (stem,)) else None
+        stem = stem.rpartition("-")[0]
+    return None
 
 
 def shorten(noun: Any) -> Any:

@@ -1,8 +1,12 @@
-"""The job that a request describes: keywords of the Python API as JSON. No file of this machine is read for it."""
+"""The job that a request describes: keywords of the Python API as JSON.
+
+No file of this machine is read for it but the config.json of a model in the Hugging Face cache, named by its id.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -14,14 +18,16 @@ from urllib.parse import quote, urlencode
 from shardwise.api.given import JobArguments, job_arguments
 from shardwise.api.inputs import decided_job, job_from
 from shardwise.interop.frameworks import TARGETS, Configuration
+from shardwise.interop.hub_cache import download
 from shardwise.interop.huggingface import left_out, model_from_hf_config
-from shardwise.interop.jobs import job_fields_in, kind_of
+from shardwise.interop.jobs import job_fields_in, kind_of, located
 from shardwise.interop.recognise import CONFIG, JOB, is_hf_config
 from shardwise.spec import presets
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError, join_path, nearest_name, shown
 from shardwise.spec.fields import flag_of, keyword_paths
 from shardwise.spec.files import parse_json, require_whole_characters
+from shardwise.spec.hub import is_hub_id
 from shardwise.spec.job import Job
 from shardwise.spec.run import Run
 
@@ -76,13 +82,19 @@ def check_references(value: Any, path: str = "") -> None:
 def _check_reference(value: Any, kind: str | None, path: str) -> None:
     if not isinstance(value, str):
         return
+    if kind == "model" and is_hub_id(value) and not os.path.exists(value):  # noqa: PTH110
+        try:
+            located(value)
+        except SpecError as error:
+            raise SpecError(path, error.problem, f"run {download(value)}, or paste its content") from None
+        return
     if kind is None or presets.looks_like_file(value):
         raise SpecError(path, f"{shown(value)} is a file, and this page reads none", _PASTE)
     known = presets.every_name(kind)
     for name in value.split("+") if kind == "cluster" else [value]:
         sized = _SIZED.fullmatch(name.strip())
         plain = sized[1] if sized and kind == "cluster" else name.strip()
-        if plain.lower() not in known:
+        if plain.lower() not in known and presets.preset_name(kind, plain) is None:
             remedy = nearest_name(plain, known) or f"`shardwise list {kind}s` shows all"
             raise SpecError(path, f"unknown {kind} {shown(plain)}", remedy)
 
