@@ -215,7 +215,7 @@ def test_our_own_job_file_does_not_load_the_frameworks(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom shardwise.cli.main import main\n"
         f"assert main(['analyze', {str(path)!r}, '--json']) == 0\n"
-        "assert not [n for n in sys.modules if n.startswith(('shardwise.interop.fr', 'shardwise.interop.hu'))]"
+        "assert not [n for n in sys.modules if n.startswith(('shardwise.interop.fr', 'shardwise.interop.huggingface'))]"
     )
     environment = {"PYTHONPATH": str(Path(shardwise.__file__).parents[1])}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import gcd
 
 import pytest
 
@@ -38,7 +39,7 @@ def replicated_by_tensor_parallelism(model: Model) -> float:
     h = model.hidden
     norm = h * (2 if model.norm == "layernorm" and model.norm_bias else 1)
     layer = model.norms_per_layer * norm + (h if model.attention_out_bias else 0)
-    if model.qk_norm:
+    if model.qk_norm and not model.qk_norm_whole:
         layer += 2 * (model.head_dim or 0)
     if model.mla:
         q, kv, rope = model.mla.q_rank or 0, model.mla.kv_rank, model.mla.rope_dim
@@ -82,7 +83,8 @@ def test_pipeline_ranks_hold_the_model_between_them(name: str) -> None:
 @table("name", CATALOGUE)
 def test_tensor_parallel_ranks_hold_the_model_between_them(name: str) -> None:
     model = without_modules(name)
-    tp = 4 if model.heads % 4 == 0 else 5
+    kv = model.key_value_heads
+    tp = next(n for n in (4, 5, 2, 3, model.heads) if model.heads % n == 0 and 0 in (kv % n, n % kv))
     case = job(model, dp=1, tp=tp, sequence_parallel=False)
     copies = tp / min(tp, model.key_value_heads) - 1  # fewer key-value heads than ranks are repeated
     keys = 0 if model.mla else 2 * model.key_value_heads * (model.head_dim or 0) * model.layers
@@ -95,7 +97,8 @@ def test_tensor_parallel_ranks_hold_the_model_between_them(name: str) -> None:
 @table("ep", [2, 8])
 def test_expert_parallel_ranks_hold_the_experts_between_them(name: str, ep: int) -> None:
     model = without_modules(name)
-    case = job(model, dp=8, ep=ep, pp=2, stage_layers="balanced")
+    assert model.moe is not None
+    case = job(model, dp=8, ep=gcd(ep, model.moe.experts), pp=2, stage_layers="balanced")
     assert on_all_shards(case) == pytest.approx(parameter_count(model), rel=1e-12)
 
 

@@ -153,7 +153,7 @@ def test_every_preset_loads_by_its_name_in_any_case(kind: str) -> None:
         assert presets.load(kind, noun, name.upper()) == presets.load(kind, noun, name)
 
 
-@table(("wrong", "right"), [("llama3-70", "llama3-70b"), ("lama3-8b", "llama3-8b"), ("GPT2_XL", "gpt2-xl")])
+@table(("wrong", "right"), [("llama3-70", "llama3-70b"), ("lama3-8b", "llama3-8b"), ("GPT2_XXL", "gpt2-xl")])
 def test_an_unknown_preset_names_the_nearest(wrong: str, right: str) -> None:
     with pytest.raises(SpecError, match=rf"unknown model '{wrong}'; did you mean .*{re.escape(right)}"):
         Job(model=wrong, cluster="laptop")  # type: ignore[arg-type]
