@@ -60,7 +60,7 @@ _KEMPNER = (
         "pipelines, mixtures and 13B under FSDP alone",
         "compile_model is false in their scripts (mfu_bench.sh, moe_packed_bench.sh) and configurations",
         {"row_id": r"kf_08|_pp\d|_moe_"},
-        stack={"elementwise": "eager", "gated_activation": "separate"},
+        stack={"elementwise": "eager", "gated_activation": "separate", "norms": "fp32", "attention_by_heads": True},
     ),
     Variant(
         "tensor parallelism alone",
@@ -84,9 +84,10 @@ _KEMPNER = (
     ),
     Variant(
         "mixtures",
-        "experts in batched matmuls, padded to the fullest one (model/moe.py, grouped_expert_forward_packed)",
+        "experts in batched matmuls, padded to the fullest one (model/moe.py, grouped_expert_forward_packed); routers "
+        "with their auxiliary loss as an attribute (model/router.py)",
         {"arch": "moe"},
-        stack={"experts": "padded"},
+        stack={"experts": "padded", "kept_router_losses": True},
     ),
 )
 _NEMO = (
@@ -117,6 +118,17 @@ _PAX = (
         stack={"attention": "unfused"},
     ),
 )  # fmt: skip
+_OLD_NANOTRON = (
+    Variant(
+        "all",
+        "tied embeddings; no asynchronous products (bench_cluster/template/base_config.py, "
+        "tp_linear_async_communication), so that gathered inputs are kept, and PyTorch records no streams for "
+        "collectives that are waited for at once (ProcessGroupNCCL.cpp, avoidRecordStreams)",
+        {},
+        model={"tied_embeddings": True},
+        stack={"gathered_inputs": "whole", "layer_launches": 0},
+    ),
+)
 _MODEL_ZOO = (
     Variant(
         "all",
@@ -197,6 +209,7 @@ def strangers(torchtitan: tuple[Variant, ...]) -> tuple[Source, ...]:
             "log_metrics.csv on the same P5 nodes as its later benchmark: SP with TP, no recompute, stages cut by the "
             "cost of their matmuls; memory is that of the first rank, which prints it (trainer.py)",
             machines={"dgx-h100": "p5-h100"}, stages_by_cost=True, memory="reserved, first rank",
+            variants=_OLD_NANOTRON,
         ),
         Source(
             "yanring/Megatron-MoE-ModelZoo", "Megatron-MoE-ModelZoo", "megatron-core@2024",

@@ -138,9 +138,12 @@ class Stack(Spec):
     their gradient in place (`fused`); a few tokens' logits at a time (`pieces`)."""
     gated_activation: Literal["fused", "separate"] = "fused"
     """`separate`: the gate is a kernel of its own and keeps its output."""
-    norms: Literal["fused", "separate"] = "fused"
+    norms: Literal["fused", "separate", "fp32"] = "fused"
     """`separate`: RMS norms as transformers writes them, which keep an fp32 input and their output before the
-    weight."""
+    weight; `fp32`: that output in fp32 too."""
+    attention_by_heads: bool = False
+    """Attention reads tensors in which sequences lie by heads, keys and values repeated for every query head, and its
+    output is copied for the projection (`repeat_interleave`, scaled_dot_product_attention, `transpose`)."""
     autocast: bool = False
     """Whole fp32 weights compute in 16 bits under `torch.autocast`, without ZeRO; see `Job.autocasts`."""
     key_value_cache: bool = False
@@ -182,13 +185,21 @@ class Stack(Spec):
     upcast_base: bool = False
     """What a quantised base keeps in 16 bits becomes fp32, so that hidden states between layers are too (PEFT's
     prepare_model_for_kbit_training)."""
+    kept_router_losses: bool = False
+    """A router has its last auxiliary loss as an attribute. In a repeated layer that is the loss of the second forward
+    pass, whose graph no backward pass frees: all that lies before the router stays until the next forward pass."""
     expert_outputs: Literal["weighted", "kept"] = "weighted"
     """`kept` where they are weighted after they return to their tokens."""
     saved_activations: Literal["16-bit", "8-bit"] = "16-bit"
     """`8-bit`: an FP8 recipe that also saves inputs of gated activations in FP8, and one attention output in 12 bits
     for its own backward pass and the projection's (DeepSeek-V3, arXiv 2412.19437, section 3.3.3)."""
-    gathered_inputs: Literal["16-bit", "recipe"] = "recipe"
-    """Inputs that sequence parallelism gathers: saved in 16 bits, or as the recipe saves other inputs."""
+    gathered_inputs: Literal["16-bit", "recipe", "whole"] = "recipe"
+    """Inputs that sequence parallelism gathers: each rank's part is saved, in 16 bits or as the recipe saves other
+    inputs; or what was gathered, by a plain product, which also keeps its copy of interleaved attention outputs
+    (`whole`)."""
+    stacked_queries: bool = False
+    """Queries of as many heads as keys stay a view of the tensor that they share with keys and values, of which
+    attention reads copies (nanotron, models/llama.py, CausalSelfAttention)."""
     latents: Literal["cut", "whole"] = "cut"
     """Latent vectors of MLA: whole on every tensor-parallel rank, or cut and gathered again, as Megatron-LM does."""
     message_buffers: Literal["one", "per microbatch"] = "one"
@@ -285,9 +296,12 @@ class Stack(Spec):
 
     def rows_of_experts(self, model: Model) -> float:
         """How many times the rows of balanced routing the experts of a device compute."""
-        if self.experts != "padded" or model.moe is None:
-            return 1.0
-        return min(_FULLEST_EXPERT, model.moe.experts / model.moe.top_k)
+        return min(_FULLEST_EXPERT, self.most_rows_of_experts(model))
+
+    def most_rows_of_experts(self, model: Model) -> float:
+        """The same in the fullest layer: with weights that are still random all tokens of some layer choose the same
+        experts (bench/routing.py)."""
+        return model.moe.experts / model.moe.top_k if self.experts == "padded" and model.moe else 1.0
 
     @property
     def launched_by_graphs(self) -> bool:

@@ -442,3 +442,50 @@ def test_the_formula_names_the_copies() -> None:
     assert not [
         one for one in memory_terms(recomputed, peak_memory(recomputed))["activations"] if "autocast makes" in one.what
     ]
+
+
+def test_routers_that_keep_their_loss_keep_what_lies_before_them() -> None:
+    """Of every repeated layer but the one in its backward pass, less its input, which that pass has freed."""
+    case = on("pytorch", job(MOE, recompute="full"))
+    kept = on(case.stack.changed(kept_router_losses=True), case)
+    tensors = layer_saved_tensors(case, moe=True)
+    before = sum(one.bytes for one in tensors if not one.in_mixture or one.role is SavedRole.ROUTER_SCORES)
+    in_layer = [memory_at_moments(one, rank_contents(one, 0))["layer"].recomputed for one in (kept, case)]
+    more = in_layer[0] - in_layer[1]
+    assert more == pytest.approx((MOE.moe_layers - 1) * (before - layer_activation_bytes(case, moe=True)))
+    some = replace(kept, strategy=replace(kept.strategy, recompute="none"))
+    assert memory_at_moments(some, rank_contents(some, 0))["layer"].recomputed == 0
+
+
+def test_queries_that_share_a_tensor_with_keys_and_values_keep_those_too() -> None:
+    stacked, plain = (
+        {tensor.role: tensor.bytes for tensor in layer_saved_tensors(case, moe=False)}
+        for case in (on("nanotron", job(GPT)), on(stack_from("nanotron").changed(stacked_queries=False), job(GPT)))
+    )
+    assert stacked[SavedRole.QUERIES] == 3 * plain[SavedRole.QUERIES]
+    fewer_keys = on("nanotron", job(LLAMA))
+    queries = {tensor.role: tensor.bytes for tensor in layer_saved_tensors(fewer_keys, moe=False)}[SavedRole.QUERIES]
+    assert queries == 2 * fewer_keys.microbatch_tokens * LLAMA.hidden
+
+
+def test_plain_products_keep_gathered_inputs_and_copies_of_interleaved_outputs() -> None:
+    case = job(LLAMA, tp=2, dp=1, microbatch=2)
+    whole = stack_from("nanotron").changed(gathered_inputs="whole")
+    kept, cut_ = (
+        {tensor.role: tensor.bytes for tensor in layer_saved_tensors(on(stack, case), moe=False)}
+        for stack in (whole, "nanotron")
+    )
+    assert kept[SavedRole.LINEAR_INPUTS] == 2 * cut_[SavedRole.LINEAR_INPUTS]
+    assert kept[SavedRole.ATTENTION_OUTPUT_BY_SEQUENCES] == cut_[SavedRole.ATTENTION_OUTPUT]
+    single = layer_saved_tensors(on(whole, job(LLAMA, tp=2, dp=1, microbatch=1)), moe=False)
+    assert SavedRole.ATTENTION_OUTPUT_BY_SEQUENCES not in {tensor.role for tensor in single}
+
+
+def test_attention_by_heads_keeps_repeated_keys_and_its_output_twice() -> None:
+    plain = on("pytorch", job(LLAMA))
+    by_heads = on(plain.stack.changed(attention_by_heads=True), plain)
+    kept, usual = (
+        {tensor.role: tensor.bytes for tensor in layer_saved_tensors(case, moe=False)} for case in (by_heads, plain)
+    )
+    assert kept[SavedRole.KEYS] == kept[SavedRole.QUERIES] > usual[SavedRole.KEYS]
+    assert kept[SavedRole.ATTENTION_OUTPUT_BY_HEADS] == kept[SavedRole.QUERIES]

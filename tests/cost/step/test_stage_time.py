@@ -150,6 +150,7 @@ def test_padded_experts_compute_the_rows_of_the_fullest_one() -> None:
     assert case.model.moe
     many = replace(case.model, moe=replace(case.model.moe, experts=64))
     assert padded.stack.rows_of_experts(many) == pytest.approx(4.38)
+    assert padded.stack.most_rows_of_experts(many) == 32
 
 
 def test_hooks_of_zero_3_set_the_pace_of_small_microbatches() -> None:

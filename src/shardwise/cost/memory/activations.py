@@ -82,6 +82,7 @@ class _Sizes:
     element: float  # bytes of an element of activations
     linear_input: float  # bytes of an element that a linear layer keeps of its input
     region_input: float  # the same of layers whose input sequence parallelism divides
+    kept_tokens: float  # tokens of those inputs, of which a stack may keep this rank's part or all
     separate_gate: bool  # the gate of a gated MLP is a kernel of its own
     gate_input: float  # bytes of an element of the inputs of an activation function
     stream: float  # bytes of an element of the hidden states between layers
@@ -109,7 +110,8 @@ def _sizes(job: Job) -> _Sizes:
     cut = strategy.tp > 1 and strategy.sequence_parallel and job.stack.gathered_inputs == "16-bit"
     return _Sizes(
         tokens, region, strategy.tp, job.training.seq, element, linear_input, element if cut else linear_input,
-        separate, gate_input, stream_element(job), outputs, job.stack.is_own and not job.training.compile,
+        tokens if job.stack.gathered_inputs == "whole" else region, separate,
+        gate_input, stream_element(job), outputs, job.stack.is_own and not job.training.compile,
     )  # fmt: skip
 
 
@@ -209,7 +211,9 @@ def _norm_and_linear_inputs(job: Job, sizes: _Sizes, *, moe: bool) -> list[Saved
     tensors = [
         SavedTensor(SavedRole.NORM_INPUTS, kept * hidden),
         SavedTensor(
-            SavedRole.LINEAR_INPUTS, inputs * hidden * sizes.region_input, sizes.again(again, sizes.region_input)
+            SavedRole.LINEAR_INPUTS,
+            inputs * model.hidden * sizes.kept_tokens * sizes.region_input,
+            sizes.again(again, sizes.region_input),
         ),
     ]
     if output := _norm_output(job, sizes):
@@ -219,7 +223,7 @@ def _norm_and_linear_inputs(job: Job, sizes: _Sizes, *, moe: bool) -> list[Saved
 
 def _has_separate_norms(job: Job) -> bool:
     """Whether a norm is several kernels; LayerNorm never is, since PyTorch has a kernel for it."""
-    return job.stack.norms == "separate" and job.model.norm == "rmsnorm" and job.stack.elementwise == "eager"
+    return job.stack.norms != "fused" and job.model.norm == "rmsnorm" and job.stack.elementwise == "eager"
 
 
 def _norm_input(job: Job, sizes: _Sizes) -> float:
@@ -235,7 +239,8 @@ def _norm_output(job: Job, sizes: _Sizes) -> float:
     """
     if not (_has_separate_norms(job) and job.model.norm_weight):
         return 0.0
-    return 4.0 if job.model.numerics.norm_plus_one or job.model.norm_after else sizes.stream
+    wide = job.stack.norms == "fp32" or job.model.numerics.norm_plus_one or job.model.norm_after
+    return 4.0 if wide else sizes.stream
 
 
 def _products_of_hidden_states(model: Model, *, moe: bool) -> int:
@@ -253,21 +258,23 @@ def _products_of_hidden_states(model: Model, *, moe: bool) -> int:
 def _attention_tensors(job: Job, sizes: _Sizes) -> list[SavedTensor]:
     model = job.model
     tokens, heads = sizes.full_tokens, model.heads / sizes.tensor
-    key_heads = model.heads if model.mla else model.key_value_heads
+    key_heads = model.heads if model.mla or job.stack.attention_by_heads else model.key_value_heads
     joined, in_values = job.stack.joined_projections and not model.mla, 1
     if joined:  # values are a view of the joint tensor, or repeated with the keys
         in_values, key_heads = 1 if key_heads < model.heads else 3, model.heads
     kv_heads = key_heads / min(sizes.tensor, key_heads)
     again = "up-projection" if model.mla else ""
     queries_again = again if model.mla and model.mla.q_rank else ""  # of full width, they are not an up-projection's
+    stacked = 3 if job.stack.stacked_queries and model.key_value_heads == model.heads else 1
     tensors = [
-        SavedTensor(SavedRole.QUERIES, tokens * heads * model.query_key_dim * sizes.element, queries_again),
+        SavedTensor(SavedRole.QUERIES, stacked * tokens * heads * model.query_key_dim * sizes.element, queries_again),
         SavedTensor(SavedRole.KEYS, tokens * kv_heads * model.query_key_dim * sizes.element, again),
         SavedTensor(SavedRole.VALUES, in_values * tokens * kv_heads * model.value_dim * sizes.element, again),
         SavedTensor(SavedRole.ATTENTION_OUTPUT, tokens * heads * model.value_dim * sizes.attention_outputs[0]),
         *_score_tensors(job, sizes, heads),
     ]
-    if job.training.attention == "flash" and job.strategy.cp > 1 and job.strategy.context_method == "ulysses":
+    exchanged = job.strategy.cp > 1 and job.strategy.context_method == "ulysses"
+    if job.training.attention == "flash" and (exchanged or job.stack.attention_by_heads):
         # FlashAttention keeps its output by heads, the projection after the all-to-all the same output by tokens.
         by_heads = tokens * heads * model.value_dim * sizes.element
         tensors.append(SavedTensor(SavedRole.ATTENTION_OUTPUT_BY_HEADS, by_heads))
@@ -297,9 +304,11 @@ def _keeps_output_by_sequences(job: Job) -> bool:
     Megatron's tensors interleave the sequences of a microbatch, FlashAttention's do not: Transformer Engine
     (pytorch/attention/dot_product_attention/backends.py, FlashAttention) copies the output for the projection, and
     FlashAttention keeps its own. A single sequence needs no copy, nor does cuDNN's kernel, which takes both layouts.
+    Tensors of nanotron interleave them too, but only its plain products keep a copy.
     """
     flash = job.training.attention == "flash" and job.stack.attention == "flash-2"
-    return flash and job.stack.layers == "transformer engine" and job.strategy.microbatch > 1
+    copied = job.stack.layers == "transformer engine" or job.stack.gathered_inputs == "whole"
+    return flash and copied and job.strategy.microbatch > 1
 
 
 def _score_tensors(job: Job, sizes: _Sizes, heads: float) -> list[SavedTensor]:
@@ -341,7 +350,7 @@ def _expert_tensors(job: Job, sizes: _Sizes) -> list[SavedTensor]:
     assert moe
     of_experts = replace(sizes, linear_input=job.stack.for_experts(job.training.recipe).linear_input)
     # (token, expert) pairs per device; ranks that hold the same tokens (no sequence parallelism) share them.
-    routed = sizes.full_tokens / sizes.tensor * moe.top_k * job.stack.rows_of_experts(model)
+    routed = sizes.full_tokens / sizes.tensor * moe.top_k * job.stack.most_rows_of_experts(model)
     tensors = [
         SavedTensor(SavedRole.ROUTER_SCORES, 8 * sizes.region_tokens * moe.experts),  # fp32 logits and probabilities
         SavedTensor(
@@ -418,7 +427,7 @@ def head_activation_bytes(job: Job) -> float:
     """
     sizes = _sizes(job)
     normed = _norm_input(job, sizes) + _norm_output(job, sizes)
-    inputs = job.model.hidden * sizes.region_tokens * (normed + sizes.linear_input)
+    inputs = job.model.hidden * (sizes.region_tokens * normed + sizes.kept_tokens * sizes.linear_input)
     per_logit = kept_per_logit(job)
     made = loss_gradient_element(job) * head_gradients(job) if job.stack.loss == "pieces" else 0.0
     if job.autocasts:

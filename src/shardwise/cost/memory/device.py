@@ -21,7 +21,7 @@ from shardwise.cost.memory.activations import (
     layer_copy_bytes,
     microbatches_in_flight,
 )
-from shardwise.cost.memory.restored import restored_bytes
+from shardwise.cost.memory.restored import left_by_router_bytes, restored_bytes
 from shardwise.cost.memory.states import (
     ParameterGroup,
     StateBytes,
@@ -228,7 +228,9 @@ def kept_by_layers(job: Job, contents: RankContents) -> float:
 def _recomputed_layer_bytes(job: Job, contents: RankContents) -> float:
     if job.strategy.recompute == "none" or job.strategy.recompute_layers == 0:
         return 0.0
-    return float(recomputed_layer_bytes((1, restored_bytes(job, moe=moe)) for moe in kinds_of(contents)))
+    restored = recomputed_layer_bytes((1, restored_bytes(job, moe=moe)) for moe in kinds_of(contents))
+    left = left_by_router_bytes(job) if job.strategy.recompute_layers is None else 0.0
+    return float(restored + left * max(0, contents.moe_layers - 1))
 
 
 def per_gpu_memory_bytes(

@@ -26,6 +26,18 @@ def restored_bytes(job: Job, *, moe: bool) -> float:
     return max(in_mlp, _backward_of_attention_bytes(job)) - layer_kind_bytes(job, moe=False)
 
 
+def left_by_router_bytes(job: Job) -> float:
+    """What a repeated layer with experts leaves until its next forward pass, beside its input, which is freed."""
+    if not job.stack.kept_router_losses or job.strategy.recompute != "full":
+        return 0.0
+    before = sum(
+        tensor.bytes
+        for tensor in layer_saved_tensors(job, moe=True)
+        if not tensor.in_mixture or tensor.role is SavedRole.ROUTER_SCORES
+    )
+    return before - layer_activation_bytes(job, moe=True)
+
+
 _WIDE = (SavedRole.ACTIVATION_INPUTS, SavedRole.ACTIVATION_OUTPUT)
 
 

@@ -290,7 +290,7 @@ def layer_kind_bytes(job: Job, *, moe: bool) -> float:
     more = wide_gradients(job)
     wide, last_product = tokens * model.ffn / tp, model.ffn * model.hidden / tp
     if moe and model.moe:
-        routed = tokens / tp * model.moe.top_k
+        routed = tokens / tp * model.moe.top_k * job.stack.most_rows_of_experts(model)
         shared = more * tokens * model.moe.shared_ffn / tp
         wide = max(routed * model.moe.ffn, 2 * routed * model.hidden / more, shared / more)
         held = model.moe.experts / strategy.ep / strategy.expert_tensor_parallel

@@ -12,7 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardwise.cost.memory.activations import embedding_activation_bytes, head_activation_bytes, layer_activation_bytes
-from shardwise.cost.memory.restored import restored_bytes
+from shardwise.cost.memory.restored import left_by_router_bytes, restored_bytes
 from shardwise.cost.memory.transient import (
     MOMENTS,
     Moment,
@@ -53,7 +53,9 @@ PROBES = (
     RankContents(0, 0, 0, True, False, 0.0, 0.0, 0.0),
     RankContents(0, 0, 0, False, True, 0.0, 0.0, 0.0),
 )
-FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, ATTENTION_FORWARD, ATTENTION_BACKWARD, SAVED, CACHED, RESTORED = range(8)
+FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, ATTENTION_FORWARD, ATTENTION_BACKWARD, SAVED, CACHED, RESTORED, LEFT = range(
+    9
+)
 
 
 def probes(job: Job, base: Strategy, layer: LayerChoice) -> Probes:
@@ -73,15 +75,17 @@ def probed_seconds(job: Job, probe: RankContents) -> tuple[float, ...]:
     return (*seconds.passes, seconds.attention.forward, seconds.attention.backward)
 
 
-def probed_bytes(job: Job, probe: RankContents) -> tuple[float, float, float]:
-    """Saved activations, what autocast's cache adds at the loss (`cached_copy_bytes`), and what recompute restores."""
+def probed_bytes(job: Job, probe: RankContents) -> tuple[float, float, float, float]:
+    """Saved activations, what autocast's cache adds at the loss (`cached_copy_bytes`), and what recompute restores, and
+    leaves (`left_by_router_bytes`)."""
     if probe.has_embedding:
-        return embedding_activation_bytes(job), 0.0, 0.0
+        return embedding_activation_bytes(job), 0.0, 0.0, 0.0
     if probe.has_head:
-        return head_activation_bytes(job), -cache_slack(job), 0.0
+        return head_activation_bytes(job), -cache_slack(job), 0.0, 0.0
     moe = probe.moe_layers > 0
     cached = only_cached_bytes(job, moe=moe) if job.strategy.recompute == "full" else 0.0
-    return layer_activation_bytes(job, moe=moe), cached, restored_bytes(job, moe=moe)
+    left = left_by_router_bytes(job) if moe else 0.0
+    return layer_activation_bytes(job, moe=moe), cached, restored_bytes(job, moe=moe), left
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ class PartLine:
 class Parts:
     """Figures of the four parts under every recompute mode, for one microbatch on one device."""
 
-    figures: Array  # part × mode × figure (`FORWARD` to `RESTORED`)
+    figures: Array  # part × mode × figure (`FORWARD` to `LEFT`)
     lines: Mapping[LineKey, PartLine]
     transient_bytes: Mapping[tuple[Moment, tuple[bool, ...], bool], float]
     """By moment, kinds of layer, and whether there is a head."""
@@ -229,7 +233,7 @@ class PartBook:
         timed = (*common, exchanged, windowed, base.ep)
         seconds = self._piece("seconds", timed, lambda: self._figures(jobs, SAVED, probed_seconds))
         held = (*common, base.cp, base.ep, method, whole)
-        saved = self._piece("saved", held, lambda: self._figures(jobs, 3, probed_bytes))
+        saved = self._piece("saved", held, lambda: self._figures(jobs, 4, probed_bytes))
         lines: dict[LineKey, PartLine] = {}
         tensor = (*common, exchanged, base.ep == 1, places["tp"], places["expert_tp"])
         lines |= self._piece("tp", tensor, lambda: self._lines(jobs, tensor_traffic))

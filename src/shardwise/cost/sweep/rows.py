@@ -25,6 +25,7 @@ from shardwise.cost.sweep.parts import (
     CACHED,
     FORWARD,
     INPUT_GRADIENT,
+    LEFT,
     MODES,
     RESTORED,
     SAVED,
@@ -276,7 +277,7 @@ class _RowBuilder:
         import numpy as np
 
         key, width = self.stack.keys[number], self.book.line_width
-        start = RESTORED + 1 + number * width
+        start = LEFT + 1 + number * width
         seconds, unhideable, repeated, *on_links = figures[start : start + width]
         whole = np.where(seconds > 0, seconds, 1.0)
         hideable = 1 - unhideable / whole
@@ -373,6 +374,10 @@ class _RowBuilder:
         most: Array = recomputed_layer_bytes(
             (self.counts[:, part, None, None], back[:, part]) for part in range(back.shape[1])
         )
+        if self.book.job.stack.kept_router_losses:
+            every = np.array([choice.recompute_layers is None for choice in self.group.recomputes])
+            left = self.stack.figures[LEFT, :, 1][:, self.modes] * every
+            most = most + np.maximum(0, self.counts[:, 1] - 1)[:, None, None] * left
         return most[:, :, None, :]
 
     # -- the pipeline --------------------------------------------------------------------------------
