@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
-from shardwise.cost.memory.activations import microbatches_in_flight
+from shardwise.cost.memory.in_flight import microbatches_in_flight
 from shardwise.cost.memory.room import room_of
 from shardwise.engine.labels import label_of
 from shardwise.layout.groups import coordinate

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from cost.builders import GPT, LLAMA, MLA_MOE, MOE, job
-from shardwise.cost.memory.activations import chunks_in_flight, head_activation_bytes, layer_activation_bytes
+from shardwise.cost.memory.activations import head_activation_bytes, layer_activation_bytes
 from shardwise.cost.memory.device import activation_bytes, memory_at_moments, memory_of_rank, peak_memory
+from shardwise.cost.memory.in_flight import chunks_in_flight
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import parameter_count

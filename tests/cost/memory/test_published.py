@@ -14,13 +14,9 @@ from typing import Any
 import pytest
 
 from cost.builders import GIB, job, preset
-from shardwise.cost.memory.activations import (
-    chunks_in_flight,
-    embedding_activation_bytes,
-    head_activation_bytes,
-    layer_activation_bytes,
-)
+from shardwise.cost.memory.activations import embedding_activation_bytes, head_activation_bytes, layer_activation_bytes
 from shardwise.cost.memory.device import activation_bytes, memory_of_rank, peak_memory
+from shardwise.cost.memory.in_flight import chunks_in_flight
 from shardwise.cost.memory.room import allocated_bytes, fit_of
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.job import Job

@@ -1,4 +1,4 @@
-"""What one layer keeps for its backward pass, tensor by tensor, and how many microbatches of it a rank holds.
+"""What one layer keeps for its backward pass, tensor by tensor.
 
 The list follows Korthikanti et al. 2022 (arXiv 2205.05198, section 4) and is generalised from the model's
 own tensors: with GELU of width 4h, multi-head attention, dropout, unfused attention and 16-bit elements it
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import lru_cache, partial
+from functools import partial
 
 from shardwise.cost.compute.operators import gradient_share, trains_head
 from shardwise.cost.memory.adapters import adapter_bytes, input_share, inputs_of_earlier_pass
@@ -18,12 +18,10 @@ from shardwise.layout.payloads import Share
 from shardwise.layout.pieces import loss_in_one_piece
 from shardwise.layout.sharding import divided_over
 from shardwise.layout.stages import layers_of_kind
-from shardwise.pipeline import peak_chunks_in_flight
 from shardwise.spec.fine_tuning import Part
 from shardwise.spec.job import Job
 from shardwise.spec.model import MatrixRole, Model
 from shardwise.spec.parameters import layer_parameters
-from shardwise.spec.schedules import schedule_record
 
 _E5M6_BYTES = 1.5  # DeepSeek-V3's format of what attention and the projection after it both read (arXiv 2412.19437)
 
@@ -478,30 +476,3 @@ def head_weights(job: Job) -> float:
 def head_gradients(job: Job) -> float:
     """Elements of their gradient; 0 where they are frozen."""
     return head_weights(job) * trains_head(job.model, job.training.tuning)
-
-
-def microbatches_in_flight(job: Job, rank: int) -> float:
-    """Microbatches of the whole rank whose activations are alive at its peak."""
-    return chunks_in_flight(job, rank) / job.strategy.chunks_per_rank
-
-
-def chunks_in_flight(job: Job, rank: int) -> int:
-    """Chunks (of ``chunks_per_rank`` on this rank) whose activations are alive at the peak."""
-    strategy = job.strategy
-    ahead = job.stack.forwards_ahead(strategy, strategy.schedule_record)
-    return peak_chunks(strategy.schedule, strategy.pp, job.microbatches, strategy.chunks_per_rank, rank, ahead)
-
-
-def peak_chunks(schedule: str, pp: int, microbatches: int, chunks: int, rank: int, ahead: int) -> int:
-    """Chunks in flight under a schedule; without a pipeline those of one microbatch, unless all forwards come first."""
-    if pp == 1:
-        return chunks * (microbatches if schedule_record(schedule).forwards_first else 1)
-    return peak_chunks_in_flight(schedule, pp, microbatches, chunks, rank, ahead)
-
-
-@lru_cache(maxsize=65536)
-def peak_chunks_of_kinds(
-    schedule: str, pp: int, microbatches: int, chunks: int, kinds: tuple[tuple[int, ...], ...], ahead: int
-) -> tuple[int, ...]:
-    """`peak_chunks` of the fullest rank of each kind; ``kinds``: the ranks of each."""
-    return tuple(max(peak_chunks(schedule, pp, microbatches, chunks, rank, ahead) for rank in ranks) for ranks in kinds)

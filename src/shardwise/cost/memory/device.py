@@ -19,8 +19,8 @@ from shardwise.cost.memory.activations import (
     head_activation_bytes,
     layer_activation_bytes,
     layer_copy_bytes,
-    microbatches_in_flight,
 )
+from shardwise.cost.memory.in_flight import microbatches_in_flight
 from shardwise.cost.memory.restored import left_by_router_bytes, restored_bytes
 from shardwise.cost.memory.states import (
     ParameterGroup,

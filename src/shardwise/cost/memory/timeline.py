@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from shardwise.cost.memory.activations import head_activation_bytes, microbatches_in_flight
+from shardwise.cost.memory.activations import head_activation_bytes
 from shardwise.cost.memory.device import (
     DeviceMemory,
     activation_bytes,
@@ -20,6 +20,7 @@ from shardwise.cost.memory.device import (
     memory_at_update,
     offloaded_activations,
 )
+from shardwise.cost.memory.in_flight import microbatches_in_flight
 from shardwise.cost.memory.sum import moved_share
 from shardwise.cost.memory.transient import gathered_bytes, gathered_matrices
 from shardwise.cost.step.prediction import predict

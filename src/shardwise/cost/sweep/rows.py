@@ -14,7 +14,7 @@ from shardwise.cost.compute.operators import (
     recomputed_share,
 )
 from shardwise.cost.compute.roofline import Seconds
-from shardwise.cost.memory.activations import peak_chunks_of_kinds
+from shardwise.cost.memory.in_flight import peak_chunks_of_kinds
 from shardwise.cost.memory.sum import PassMemory, pass_memory, reduces_in_turn
 from shardwise.cost.memory.transient import MOMENTS, Moment, kinds_of
 from shardwise.cost.step.prediction import passes_with_exposed, pipeline_bubble, slowest_and_others

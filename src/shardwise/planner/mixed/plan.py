@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations, product
 
-from shardwise.cost.memory.activations import microbatches_in_flight
 from shardwise.cost.memory.device import device_memories, memory_of_rank
+from shardwise.cost.memory.in_flight import microbatches_in_flight
 from shardwise.cost.memory.room import room_of, tightest
 from shardwise.cost.step.prediction import predict
 from shardwise.layout.stages import stages_of_rank

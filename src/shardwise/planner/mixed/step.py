@@ -9,8 +9,8 @@ from functools import cached_property
 from itertools import pairwise, permutations, product
 from typing import Any
 
-from shardwise.cost.memory.activations import microbatches_in_flight
 from shardwise.cost.memory.device import DeviceMemory, memory_of_rank
+from shardwise.cost.memory.in_flight import microbatches_in_flight
 from shardwise.cost.step.prediction import RankPrediction, predict
 from shardwise.cost.step.simulation import rank_predictions
 from shardwise.layout.stages import stages_of_rank

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import add
 
-from shardwise.cost.memory.activations import microbatches_in_flight
 from shardwise.cost.memory.device import activation_bytes, memory_of_rank
+from shardwise.cost.memory.in_flight import microbatches_in_flight
 from shardwise.cost.memory.states import rank_state_bytes
 from shardwise.cost.memory.transient import gathered_bytes
 from shardwise.cost.step.prediction import rank_prediction
