@@ -86,10 +86,14 @@ def _model(row: TableRow) -> Model:
 
 def _cluster(row: TableRow) -> Cluster:
     text, devices = row.text("gpu"), row.whole("gpus")
-    for pattern, cluster, device in NODES:
+    for pattern, cluster, device, lanes in NODES:
         if re.search(pattern, text, re.IGNORECASE):
             node = cluster_from(cluster)
             node = replace(node, device=presets.load("device", Device, device)) if device else node
+            inner, *outer = node.levels
+            if lanes < 1 and inner.link:
+                slot = replace(inner.link, bandwidth=lanes * inner.link.bandwidth)
+                node = replace(node, host_link=slot, levels=(replace(inner, link=slot), *outer))
             return vocabulary.cut(node, devices, min(devices, node.levels[0].width))
     return vocabulary.machine(vocabulary.machine_name(text, "gpu"), devices, min(devices, 8))
 

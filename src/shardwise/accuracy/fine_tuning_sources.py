@@ -50,13 +50,15 @@ MODELS: tuple[tuple[str, str | dict[str, Any]], ...] = (
     ("yi 34b", "yi-34b"),
 )  # fmt: skip
 
-# Machines that training tables do not name: a pattern, a cluster of the catalogue, and the device in its place.
-NODES: tuple[tuple[str, str, str], ...] = (
-    ("rtx 3090", "workstation-4090", "rtx-3090"),  # the rows say: no NVLink
-    ("rtx 4090", "workstation-4090", ""),
-    ("a6000 ada", "workstation-4090", "l40s"),
-    ("a10g", "workstation-4090", "a10g"),
-    ("^t4", "workstation-4090", "t4"),
+# Machines that training tables do not name: a pattern, a cluster of the catalogue, the device in its place, and what
+# its slots have of the cluster's PCIe 4 x16.
+NODES: tuple[tuple[str, str, str, float], ...] = (
+    # "Without NVLink", "an older motherboard and slow PCI lanes" (benchmarks_03_2024.md): taken as PCIe 3 x8.
+    ("rtx 3090", "workstation-4090", "rtx-3090", 0.25),
+    ("rtx 4090", "workstation-4090", "", 1.0),
+    ("a6000 ada", "workstation-4090", "l40s", 1.0),
+    ("a10g", "workstation-4090", "a10g", 1.0),
+    ("^t4", "workstation-4090", "t4", 1.0),
 )
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -84,7 +86,7 @@ _FMS = (
     Variant("foak", "Unsloth's RMS norm, rotary embedding and cross entropy, on transformers' fp32 copy of the logits",
             {"kernels": "foak"}, stack={"norms": "fused", "loss": "copied"}),
     Variant("accelerated-peft, foak", "Unsloth's products with adapters", {"framework": "accelerated-peft.*foak"},
-            stack={"adapters": "fused"}),
+            stack={"adapters": "fused", "adapter_units": "shared"}),  # not FSDP's: foak/utils.py, ignored_modules
     Variant("liger", "Liger's loss in pieces", {"kernels": "liger"}, stack={"loss": "pieces"}),
 )  # fmt: skip
 _LITGPT = (
@@ -125,6 +127,12 @@ _LIGER = (
             stack={"loss": "pieces", "elementwise": "fused", "gated_activation": "fused", "norms": "fused"}),
 )  # fmt: skip
 
+_ANSWER = (
+    Variant("all", "precision bf16: 16-bit weights, adapters (PEFT 0.9, tuners/lora/layer.py: in the base's format) "
+            "and moments; bitsandbytes 0.43.0 keeps inputs", {},
+            stack={**_ALL_16_BIT, "adapters": "16-bit", "quantised_inputs": "kept"}),
+)  # fmt: skip
+
 _MLPERF = (
     Variant("DeepSpeed", "the reference code: transformers, ZeRO-3, every layer repeated", {"framework": "deepspeed"},
             version="deepspeed", strategy={"zero": 3, "recompute": "full"}),
@@ -142,7 +150,7 @@ SOURCES = tuple(
         ("LitGPT config_hub", "LitGPT config_hub", "pytorch", 3, "yaml files: bf16-true", _LITGPT),
         ("LitGPT tutorials", "LitGPT tutorials", "pytorch", 3, "bf16-true; FSDP with two devices or more", _LITGPT),
         ("torchtune", "torchtune", "pytorch", 3, "recipes and configurations", _TORCHTUNE),
-        ("Answer.AI FSDP+QLoRA", "Answer.AI", "accelerate@0.34", 3, "train.py: FSDP1, Llama of transformers", ()),
+        ("Answer.AI FSDP+QLoRA", "Answer.AI", "accelerate@0.34", 3, "train.py: FSDP1, Llama of transformers", _ANSWER),
         ("MLPerf LoRA", "llama2_70b_lora", "nemo@24.04", 1, "NVIDIA's NeMo code: TP with SP, CP beyond 4", _MLPERF),
         ("Liger-Kernel", "Liger", "accelerate@0.34", 3, "examples/huggingface: bf16 passes of fp32 shards", _LIGER),
         ("HF blog on 4 bits", "4bit-transformers", "trl@2025", 0, "notebook of the blog", ()),

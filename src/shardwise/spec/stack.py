@@ -10,7 +10,7 @@ from shardwise.spec.codec import Spec, count
 from shardwise.spec.model import Model
 from shardwise.spec.schedules import ScheduleRecord, StepEnds
 from shardwise.spec.strategy import Overlap, Strategy
-from shardwise.spec.training import PrecisionName, Recipe
+from shardwise.spec.training import PrecisionName, Recipe, Training
 
 OWN = "shardwise"
 _CHANGED = "-changed"
@@ -162,6 +162,10 @@ class Stack(Spec):
     they read, before its dropout and after (`fp32`, as PEFT: tuners/lora/layer.py, _cast_input_dtype); summed by their
     products themselves in the forward pass (`added`, as this engine) or in both (`fused`, as Unsloth's
     kernels/fast_lora.py)."""
+    adapter_units: Literal["shared", "own"] = "shared"
+    """`own`: ZeRO-3 gathers and reduces every matrix of an adapter by itself, since FSDP1 flattens only what is all
+    trained or all frozen (PEFT, utils/other.py, fsdp_auto_wrap_policy). Then nothing hides the gather of a layer: FSDP1
+    runs two units ahead (torch/distributed/fsdp/_limiter_utils.py), and these are adapters."""
     quantised_inputs: Literal["kept", "kept over losses", "freed"] = "freed"
     """Inputs of products with a quantised base, which no gradient reads: bitsandbytes kept them up to 0.43.1
     (autograd/_functions.py, MatMul4Bit: `ctx.tensors = (A, B)`; not since its pull request 1270), until a script lets
@@ -285,6 +289,15 @@ class Stack(Spec):
         stages = {"whole": (2, 3), "sharded by zero-3": (2,), "sharded": ()}[self.pipeline_gradients]
         is_local = zero in stages if pp > 1 else zero >= 2 and self.accumulation == "local"
         return "local" if is_local and not leave else "sharded"
+
+    def has_adapter_units(self, training: Training, strategy: Strategy) -> bool:
+        """Whether ZeRO-3 gathers every matrix of an adapter by itself."""
+        sharded = strategy.zero == 3 and not strategy.keep_parameters
+        return self.adapter_units == "own" and training.adapters is not None and sharded
+
+    def gathers_by_host(self, training: Training, strategy: Strategy) -> bool:
+        """Whether the host takes so much part in the gathers of ZeRO-3 that layers wait for it."""
+        return self.has_adapter_units(training, strategy) or (self.module_hooks and strategy.zero == 3)
 
     def upcasts(self, recipe: Recipe) -> bool:
         """Whether a frozen base keeps embedding, norms and head in fp32."""

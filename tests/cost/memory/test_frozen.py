@@ -156,3 +156,15 @@ def test_stages_that_train_unlike_layers_are_noted(tuning: dict[str, Any], pp: i
     one = Job.from_dict({"model": "mistral-7b", "cluster": "dgx-a100:1", "strategy": {"pp": pp, "dp": 8 // pp},
                          "training": training})  # fmt: skip
     assert noted == any("mean of all layers" in note for note in analyze(one).notes)
+
+
+def test_adapters_in_units_of_their_own_take_the_host_and_hide_no_gather() -> None:
+    def seconds(units: str, **case: Any) -> float:
+        return predict(job({"adapter_units": units}, 4, **case)).step_seconds
+
+    short, long = {"seq": 64, "global_batch": 8}, {"seq": 4096}
+    units, passes = 2 * 7 * LAYERS, 4 / 3  # recompute repeats one of three
+    assert seconds("own", **short) - seconds("shared", **short) > units * passes * 1e-3
+    assert 0 < seconds("own", **long) - seconds("shared", **long) < 0.1 * seconds("shared", **long)
+    whole = {"strategy": {"zero": 0}}
+    assert seconds("own", **whole, **long) == seconds("shared", **whole, **long)

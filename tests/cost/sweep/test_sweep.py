@@ -31,7 +31,7 @@ def group_of(job: Job) -> Group:
     kinds = rank_kinds(job, range(strategy.pp))
     base = replace(
         strategy,
-        zero=strategy.zero if job.stack.autocast else 0,
+        zero=strategy.zero if job.stack.autocast or job.stack.module_hooks else 0,
         shard_group=None,
         keep_parameters=False,
         accumulate="sharded",
@@ -138,6 +138,18 @@ def test_memory_of_other_software_too(job: Job, stack: str) -> None:
         known = known.changed(update_elements=5000, kept_router_losses=True, experts="padded")
     job = replace(job, stack=known)
     assert table_of(job)[1] == pytest.approx(peak_memory(job).total, rel=1e-14)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("units", ["own", "shared"])
+def test_time_of_adapters_in_units_of_their_own(units: Any, zero: int) -> None:
+    training = {"seq": 512, "global_batch": 8, "adapters": {}, "base_precision": "nf4"}
+    strategy = {"dp": 4, "microbatch": 2, "zero": zero, "recompute": "full"}
+    cluster = cut(cluster_from("dgx-a100"), 4, 4)
+    fields = {"model": "mistral-7b", "cluster": cluster, "strategy": strategy, "training": training}
+    job = Job.from_dict({**fields, "stack": "accelerate@0.34"})
+    job = replace(job, stack=replace(job.stack, adapter_units=units))
+    assert table_of(job)[0] == pytest.approx(predict(job).step_seconds, rel=1e-9)
 
 
 @pytest.mark.parametrize(

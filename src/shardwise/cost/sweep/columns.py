@@ -81,8 +81,9 @@ class Group:
     layers on the ranks."""
 
     base: Strategy
-    """The degrees, the rank order, and the overlap and dispatch of all strategies here. Under autocast also a stage of
-    ZeRO: then all strategies shard weights, or none does (`Job.autocasts`)."""
+    """The degrees, the rank order, and the overlap and dispatch of all strategies here. Also a stage of ZeRO:
+    under autocast all strategies shard weights, or none does (`Job.autocasts`); in all or in none ZeRO-3's gathers take
+    the host (`Stack.gathers_by_host`)."""
     layers: tuple[LayerChoice, ...]
     schedules: tuple[ScheduleChoice, ...]
     recomputes: tuple[RecomputeChoice, ...]

@@ -146,7 +146,8 @@ class PartBook:
     def parts(self, group: Group, layer: LayerChoice) -> Parts:
         base, places = group.base, group.places
         key = (base.tp, base.cp, base.ep, base.expert_tp, base.pp > 1, base.overlap.ep, layer, places["tp"],
-               places["cp"], places["ep"], places["expert_tp"], self._whole(base))  # fmt: skip
+               places["cp"], places["ep"], places["expert_tp"], self._whole(base),
+               self.job.stack.gathers_by_host(self.job.training, base))  # fmt: skip
         parts = self._parts.get(key)
         if parts is None:
             parts = self._parts[key] = self._priced(group, layer)

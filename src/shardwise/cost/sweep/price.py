@@ -252,6 +252,7 @@ class _Batch:
         steps = timed.microbatches, timed.last_share
         lines = [self._lines(sharding, *steps, count, unit) for count, unit in zip(shards, units)]
         transfers, library = [], self.job.cluster.library
+        hides = self.base.overlap.dp and not self.job.stack.has_adapter_units(self.job.training, self.base)
         for (held, number), links, taken in zip(self.present, self.on_links, self.units_taken):
             line = lines[held][number]
             seconds = by_row(self.seconds[held, number], lengths, line.times)
@@ -265,7 +266,7 @@ class _Batch:
                     line.window,
                     seconds,
                     on_links,
-                    line.window if self.base.overlap.dp else "none",
+                    line.window if hides else "none",
                     line.window_share,
                     line.last_only,
                     by_row(self.hideable[held], lengths),

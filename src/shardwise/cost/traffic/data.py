@@ -418,6 +418,7 @@ def _group_traffic(job: Job, share: Share, unit: SentParameters, units: int, ran
     last = last_share(strategy.pp, strategy.schedule, m)
     traffics = []
     wire, sharding, library = wire_bytes(job, strategy.pp), sharding_of(strategy), job.cluster.library
+    hides = strategy.overlap.dp and not job.stack.has_adapter_units(job.training, strategy)
     for line in data_lines(sharding, unit, ranks.shards, wire, m, last):
         runs = ranks.sharded if line.over == "shards" else ranks.replicas
         topology = spanned(job.cluster, runs, "strategy.dp", neighbours_of(job.cluster.library, line.kind))
@@ -436,7 +437,7 @@ def _group_traffic(job: Job, share: Share, unit: SentParameters, units: int, ran
                 line.times * units,
                 gradient_price(line.kind, line.unit_bytes, topology, ours, strategy.collective, ListCopies.of(job)),
                 level_names(topology),
-                window=line.window if strategy.overlap.dp else "none",
+                window=line.window if hides else "none",
                 window_share=line.window_share,
                 last_only=line.last_only,
                 unhideable=1 / units,

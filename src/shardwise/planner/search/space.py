@@ -349,13 +349,16 @@ class Space:
     def _columns(
         self, base: Strategy, shards: tuple[ShardChoice, ...]
     ) -> Iterator[tuple[Strategy, tuple[ShardChoice, ...]]]:
-        """The columns, divided where passes hold different bytes: under autocast more without ZeRO."""
-        if not self.job.stack.autocast:
-            yield base, shards
-            return
-        for whole in (True, False):
-            if columns := tuple(choice for choice in shards if (choice.zero == 0) == whole):
-                yield base.unchecked(zero=columns[0].zero), columns
+        """The columns, divided where passes hold different bytes, under autocast more without ZeRO, or take the host
+        different times."""
+        stack, training = self.job.stack, self.job.training
+        kinds: dict[tuple[bool, bool], list[ShardChoice]] = {}
+        for choice in shards:
+            by_host = stack.gathers_by_host(training, base.unchecked(**vars(choice)))
+            kinds.setdefault((stack.autocast and choice.zero == 0, by_host), []).append(choice)
+        for (_, by_host), columns in kinds.items():
+            named = {"zero": columns[0].zero, "keep_parameters": columns[0].keep_parameters}
+            yield base.unchecked(**named) if stack.autocast or by_host else base, tuple(columns)
 
     @property
     def _hides_exchange(self) -> bool:
