@@ -83,7 +83,7 @@ def theirs(name: str, layers: int, rows: int, seq: int, attention: str) -> dict[
     with torch.device("cuda"):
         network: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     network.train()
-    compiled = torch.compile(network)
+    compiled: Any = torch.compile(network)
     optimizer = torch.optim.AdamW(network.parameters(), fused=True)
     taken = []
     for _ in range(WARM_UP + STEPS):

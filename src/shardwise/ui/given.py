@@ -17,7 +17,7 @@ from urllib.parse import quote, urlencode
 
 from shardwise.api.given import JobArguments, job_arguments
 from shardwise.api.inputs import decided_job, job_from
-from shardwise.interop.frameworks import TARGETS, Configuration
+from shardwise.interop.frameworks import READERS, Configuration
 from shardwise.interop.hub_cache import download
 from shardwise.interop.huggingface import left_out, model_from_hf_config
 from shardwise.interop.jobs import job_fields_in, kind_of, located
@@ -183,7 +183,7 @@ def imported(given: Mapping[str, Any]) -> Keywords:
     kind = kind_of(text, name)
     read = {JOB: _of_job, CONFIG: _of_config}.get(kind)
     made = _of_framework(Configuration(name, kind, text), beside) if read is None else read(text, name, beside)
-    words = _TITLES[kind] if kind in _TITLES else f"{TARGETS[kind].title} configuration"
+    words = _TITLES[kind] if kind in _TITLES else f"{READERS[kind].title} configuration"
     answer = {"name": name, "kind": kind, "words": words, **vars(made)}
     try:
         require_whole_characters(answer)

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.interop.frameworks.accelerate import ACCELERATE
+from shardwise.interop.frameworks.axolotl import AXOLOTL
 from shardwise.interop.frameworks.colossalai import COLOSSALAI
 from shardwise.interop.frameworks.deepspeed import DEEPSPEED
 from shardwise.interop.frameworks.job_fields import Exported, Imported, Lost, effective_fields
+from shardwise.interop.frameworks.llamafactory import LLAMAFACTORY
 from shardwise.interop.frameworks.megatron import MEGATRON
 from shardwise.interop.frameworks.nanotron import NANOTRON
 from shardwise.interop.frameworks.target import Target
@@ -28,13 +30,15 @@ from shardwise.spec.model import Model
 from shardwise.spec.stack import Stack, stack_from
 from shardwise.spec.training import RECIPES
 
-__all__ = ["TARGETS", "Configuration", "Exported", "Imported", "Lost", "Target", "as_run_by", "can_run",
+__all__ = ["READERS", "TARGETS", "Configuration", "Exported", "Imported", "Lost", "Target", "as_run_by", "can_run",
            "configuration_in", "export", "framework_of", "lacking", "matching_precision", "own_stack", "read",
            "recognised", "target"]  # fmt: skip
 
 TARGETS: dict[str, Target] = {
     framework.name: framework for framework in (DEEPSPEED, MEGATRON, TORCHTITAN, ACCELERATE, NANOTRON, COLOSSALAI)
 }
+# Those whose configurations are read, which are not all written.
+READERS: dict[str, Target] = {**TARGETS, **{framework.name: framework for framework in (AXOLOTL, LLAMAFACTORY)}}
 
 
 def target(name: str) -> Target:
@@ -65,9 +69,11 @@ def read(
     """
     name = name or framework_of(path)
     if name is None:
-        problem = f"{shown(str(path))} looks like none of {', '.join(TARGETS)}"
+        problem = f"{shown(str(path))} looks like none of {', '.join(READERS)}"
         raise SpecError("configuration", problem, "name the framework")
-    return configuration_in(path, target(name).name).read(model, cluster, given)
+    if name.lower() not in READERS:
+        raise SpecError("configuration", f"{shown(name)} is not known", nearest_name(name, READERS))
+    return configuration_in(path, name.lower()).read(model, cluster, given)
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,7 @@ class Configuration:
         ``model``, ``cluster`` and ``given`` (fields by dotted path: ``{"strategy.pp": 4}``) are known beside it.
         """
         try:
-            return target(self.framework).read(self.text, model, cluster, given, self._beside)
+            return READERS[self.framework].read(self.text, model, cluster, given, self._beside)
         except SpecError as error:
             raise SpecError(f"{self.file}: {error.field}".rstrip(": "), error.problem, error.remedy) from None
 
@@ -112,7 +118,7 @@ def framework_of(path: Path | str) -> str | None:
 
 def recognised(text: str, suffix: str) -> str | None:
     """The framework whose configuration a text looks like, if any; ``suffix`` is that of files in its format."""
-    for framework in TARGETS.values():
+    for framework in READERS.values():
         if suffix not in framework.format.suffixes:
             continue
         try:

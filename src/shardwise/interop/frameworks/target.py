@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from shardwise.interop.frameworks.documents import OUTSIDE, Format, Names, Settings, recorded
 from shardwise.interop.frameworks.job_fields import (
@@ -266,8 +266,9 @@ class Target:
     format: Format  # how its files are read and written
     signature: tuple[str, ...]  # settings that only its files have
     options: tuple[Option, ...]  # the table
-    compose: Callable[[Job], Settings]  # settings that depend on several fields
     interpret: Callable[[Reading, dict[str, Any]], None]  # fields that depend on several settings
+    compose: Callable[[Job], Settings] | None = None
+    """Settings that depend on several fields; None: jobs are read, not written."""
     reasons: Mapping[str, Why] = field(default_factory=dict)  # why a field is lost
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # where a field is set instead of in the configuration
     refusals: tuple[tuple[str, Callable[[Job], bool], str], ...] = ()
@@ -281,6 +282,8 @@ class Target:
     """Operators that its selective recomputation recomputes, as far as they are priced here."""
     own_way: tuple[str, ...] = ("strategy.overlap",)
     """Fields that it decides itself: it still runs the layout, and is priced as it does."""
+    unknown_keys: Literal["refused", "noted"] = "refused"
+    """`noted` where plugins bring keys of their own."""
     learning: tuple[str, ...] = ()
     """Prefixes of settings that affect what is learned and for how long, but not what a step costs."""
 
@@ -300,6 +303,7 @@ class Target:
         for option in self.options:
             if option.always or effects.get(option.field, True):
                 settings.update(option.write(job))
+        assert self.compose is not None  # of those that are written
         settings.update({key: value for key, value in self.compose(job).items() if value is not None})
         return settings
 
@@ -341,8 +345,10 @@ class Target:
         outside = settings.pop(OUTSIDE, [])
         if not settings:
             raise SpecError(self.name, f"has no settings of {self.title}: nothing was read", "is it the right file?")
+        strangers = [key for key in settings if self.unknown_keys == "noted" and key not in self.names]
         for key, value in settings.items():
-            self.names.check(key, value)
+            if key not in strangers:
+                self.names.check(key, value)
         reading = Reading(settings, model, cluster, given or {}, beside)
         reading.notes += [f"{word} is not set in the script: options in it are not priced" for word in outside]
         fields: dict[str, Any] = {}
@@ -352,7 +358,11 @@ class Target:
         self.interpret(reading, fields)
         self._check_unknown(reading)
         fields = _with_stack(fields, self.stacks[0])
-        unused = [key for key in settings if key not in reading.used and not self.names.ignores(key)]
+        left = [key for key in settings if key not in reading.used and not self.names.ignores(key)]
+        reading.notes += [
+            f"{key} is not a setting of {self.names.version}: left out" for key in left if key in strangers
+        ]
+        unused = [key for key in left if key not in strangers]
         shown_unused = tuple(f"{key} = {shown(settings[key])}" for key in unused)
         all_given = fields.get("strategy.dp") is not None  # so that none is left to the cluster
         devices = reading.devices or (product_of(fields, "tp", "cp", "pp", "dp") if all_given else None)

@@ -1,0 +1,230 @@
+"""Recipes of fine-tuning frameworks: what they say of a job, and that nothing they say is lost in silence."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cli.running import error_line, run
+from shardwise.interop.frameworks import READERS, TARGETS, framework_of, read
+from shardwise.interop.frameworks.job_fields import Imported
+from shardwise.spec import presets
+from shardwise.spec.clusters import cluster_from
+from shardwise.spec.errors import SpecError
+from shardwise.spec.job import Job
+from shardwise.spec.model import Model
+
+EIGHT = cluster_from("dgx-h100")
+LLAMA = presets.load("model", Model, "llama3-8b")
+AXOLOTL: dict[str, Any] = {
+    "base_model": "llama3-8b", "datasets": [{"path": "mine.jsonl", "type": "alpaca"}], "sequence_len": 4096,
+    "sample_packing": True, "micro_batch_size": 2, "gradient_accumulation_steps": 4, "adapter": "lora", "lora_r": 32,
+    "lora_alpha": 16, "lora_target_linear": True, "bf16": "auto", "optimizer": "adamw_torch_fused",
+    "learning_rate": "2e-4", "gradient_checkpointing": True, "wandb_project": None,
+}  # fmt: skip
+FACTORY: dict[str, Any] = {
+    "model_name_or_path": "llama3-8b", "stage": "sft", "do_train": True, "finetuning_type": "lora", "lora_rank": 8,
+    "lora_target": "q_proj,v_proj", "cutoff_len": 2048, "per_device_train_batch_size": 1, "bf16": True,
+    "gradient_accumulation_steps": 8, "learning_rate": 1e-4, "optim": "adamw_torch",
+}  # fmt: skip
+RECIPES = {"axolotl": AXOLOTL, "llamafactory": FACTORY}
+
+
+def imported(name: str, **changes: Any) -> Imported:
+    settings = {key: value for key, value in {**RECIPES[name], **changes}.items() if value is not None}
+    return READERS[name].read(yaml.safe_dump(settings), None, EIGHT)
+
+
+def job_of(name: str, **changes: Any) -> Job:
+    return imported(name, **changes).job(EIGHT)
+
+
+def analyzed(file: Path, *flags: str) -> Any:
+    done = run("analyze", str(file), "--cluster", "dgx-h100", "--json", *flags)
+    assert done.status in (0, 1), done.err
+    return json.loads(done.out)
+
+
+def test_they_are_read_and_not_written() -> None:
+    assert set(READERS) - set(TARGETS) == set(RECIPES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_known_by_its_content_and_priced(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "recipe.yml"
+    file.write_text(yaml.safe_dump(RECIPES[name]))
+    assert framework_of(file) == name
+    assert analyzed(file)["job"]["training"]["adapters"]["rank"] == {"axolotl": 32, "llamafactory": 8}[name]
+    assert read(file, cluster=EIGHT).job(EIGHT).model == LLAMA
+
+
+def test_an_axolotl_recipe_is_the_job_that_it_says() -> None:
+    job = job_of("axolotl")
+    assert (job.sequences, job.strategy.microbatch, job.training.seq) == (2 * 4 * 8, 2, 4096)
+    assert job.strategy.recompute == "full" and job.strategy.zero == 0
+    adapters = job.training.adapters
+    assert adapters is not None and (adapters.rank, adapters.alpha, adapters.targets) == (32, 16.0, ("all-linear",))
+    assert job.training.optimization.learning_rate == 2e-4
+
+
+def test_a_recipe_of_llamafactory_is_the_job_that_it_says() -> None:
+    job = job_of("llamafactory")
+    assert (job.sequences, job.training.seq, job.strategy.recompute) == (64, 2048, "full")
+    adapters = job.training.adapters
+    assert adapters is not None and (adapters.alpha, adapters.targets) == (16.0, ("q_proj", "v_proj"))
+    new = {"model": "llama3-8b", "cutoff_len": 2048, "max_steps": 10, "dist_config": {"name": "fsdp2"},
+           "peft_config": {"name": "lora", "r": 16, "lora_alpha": 32, "target_modules": "all"},
+           "quant_config": {"name": "bnb", "quantization_bit": 4}}  # fmt: skip
+    second = READERS["llamafactory"].read(yaml.safe_dump(new), None, EIGHT).job(EIGHT)
+    assert (second.strategy.zero, second.training.base_precision, second.training.precision) == (
+        3,
+        "nf4-double",
+        "bf16",
+    )
+
+
+# Changes of one setting, each with the fields that must follow.
+CHANGES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("axolotl", {"load_in_4bit": True, "adapter": "qlora"}, {"training.base_precision": "nf4-double"}),
+    ("axolotl", {"load_in_8bit": True}, {"training.base_precision": "int8"}),
+    ("axolotl", {"adapter": None}, {"training.adapters": None, "training.optimizer": "adamw-bf16-moments"}),
+    ("axolotl", {"adapter": None, "fsdp": ["full_shard", "auto_wrap"]},
+     {"strategy.zero": 3, "training.optimizer": "adamw"}),
+    ("axolotl", {"fsdp_version": 2, "fsdp_config": {"offload_params": True, "reshard_after_forward": False}},
+     {"strategy.zero": 3, "strategy.offload.optimizer": 1.0, "strategy.keep_parameters": True}),
+    ("axolotl", {"deepspeed": "deepspeed_configs/zero3_bf16_cpuoffload_all.json"},
+     {"strategy.zero": 3, "strategy.offload.weights": 1.0, "stack.base": "deepspeed"}),
+    ("axolotl", {"deepspeed": "zero1.json"}, {"strategy.zero": 1, "strategy.offload.any": False}),
+    ("axolotl", {"context_parallel_size": 2}, {"strategy.cp": 2, "strategy.context_method": "all-gather"}),
+    ("axolotl", {"tensor_parallel_size": 2}, {"strategy.tp": 2, "strategy.sequence_parallel": False}),
+    ("axolotl", {"dp_replicate_size": 2, "dp_shard_size": 4}, {"strategy.zero": 3, "strategy.shard_group": 4}),
+    ("axolotl", {"lora_target_linear": False, "lora_target_modules": ["q_proj", "model.layers.0.mlp.up_proj"]},
+     {"training.adapters.targets": ("q_proj", "up_proj")}),
+    ("axolotl", {"lora_target_linear": False, "lora_target_modules": r".*\.(mlp|self_attn)\.(up|q)_proj"},
+     {"training.adapters.targets": ("q_proj", "up_proj")}),
+    ("axolotl", {"lora_modules_to_save": ["embed_tokens", "lm_head"]}, {"training.trained": ("embedding", "head")}),
+    ("axolotl", {"peft_use_dora": True}, {"training.adapters.method": "dora"}),
+    ("axolotl", {"gradient_checkpointing": False}, {"strategy.recompute": "none"}),
+    ("axolotl", {"gradient_checkpointing": "offload"}, {"strategy.offload.activations": 1.0}),
+    ("axolotl", {"optimizer": "adamw_bnb_8bit"}, {"training.optimizer": "adam8bit"}),
+    ("axolotl", {"eager_attention": True}, {"training.attention": "unfused"}),
+    ("axolotl", {"rl": "dpo"}, {"training.task": "dpo"}),
+    ("axolotl", {"liger_fused_linear_cross_entropy": True}, {"stack.loss": "pieces"}),
+    ("axolotl", {"torch_compile": True}, {"training.compile": True}),
+    ("axolotl", {"bf16": False, "fp16": True}, {"training.precision": "fp16"}),
+    ("axolotl", {"max_steps": 20}, {"training.tokens": 20 * 64 * 4096}),
+    ("llamafactory", {"finetuning_type": "full"}, {"training.adapters": None, "training.optimizer": "adamw"}),
+    ("llamafactory", {"finetuning_type": "full", "pure_bf16": True}, {"training.optimizer": "adamw-bf16-moments"}),
+    ("llamafactory", {"finetuning_type": "freeze", "freeze_trainable_layers": 4},
+     {"training.trained": ("layers.28-31",), "training.adapters": None}),
+    ("llamafactory", {"quantization_bit": 4, "double_quantization": False}, {"training.base_precision": "nf4"}),
+    ("llamafactory", {"deepspeed": "examples/deepspeed/ds_z3_config.json"}, {"strategy.zero": 3}),
+    ("llamafactory", {"deepspeed": "examples/deepspeed/ds_z0_config.json"}, {"strategy.zero": 0}),
+    ("llamafactory", {"disable_gradient_checkpointing": True}, {"strategy.recompute": "none"}),
+    ("llamafactory", {"stage": "dpo"}, {"training.task": "dpo"}),
+    ("llamafactory", {"stage": "dpo", "pref_loss": "orpo"}, {"training.task": "sft"}),
+    ("llamafactory", {"flash_attn": "disabled"}, {"training.attention": "unfused"}),
+    ("llamafactory", {"enable_liger_kernel": True}, {"stack.loss": "pieces", "stack.norms": "fused"}),
+    ("llamafactory", {"lora_target": "all"}, {"training.adapters.targets": ("all-linear",)}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes", "expected"), CHANGES, ids=str)
+def test_a_setting_is_what_its_framework_makes_of_it(
+    name: str, changes: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    job = job_of(name, **changes)
+    for path, value in expected.items():
+        owner: Any = job
+        for part in path.split("."):
+            owner = getattr(owner, part)
+        assert owner == value, path
+
+
+# -- nothing is lost in silence
+
+
+def said(read: Imported) -> tuple[Any, ...]:
+    return dict(read.fields), read.notes, read.unused, read.no_model
+
+
+VALUES = (True, False, 4, "adamw_bnb_8bit", 0.5, [1], "eager", "layers")
+# Beside which the settings that the usual recipe makes idle have an effect.
+BESIDE: dict[str, tuple[dict[str, Any], ...]] = {
+    "axolotl": ({}, {"attn_implementation": "eager", "lora_target_linear": None}), "llamafactory": ({},)
+}  # fmt: skip
+
+
+def is_heard(name: str, key: str, value: Any, beside: dict[str, Any], plain: tuple[Any, ...]) -> bool:
+    try:
+        return said(imported(name, **{**beside, key: value})) != plain
+    except SpecError:
+        return True
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_setting_is_read_named_or_known_to_change_no_price(name: str) -> None:
+    """What is not in the list of those without effect changes a field or a note, whatever it is set to."""
+    names = READERS[name].names
+    keys = [key for key in names.exact if not names.ignores(key) and f"{key}." not in names.open_sections]
+    plain = [(beside, said(imported(name, **beside))) for beside in BESIDE[name]]
+    silent = [
+        key for key in sorted(keys)
+        if not any(is_heard(name, key, value, *known) for known in plain for value in VALUES)
+    ]  # fmt: skip
+    assert len(keys) > 100 and not silent
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_setting_that_nobody_knows_is_a_note(name: str) -> None:
+    notes = imported(name, some_plugin_depth=3).notes
+    assert any(note.startswith("some_plugin_depth is not a setting of") for note in notes), notes
+
+
+def test_a_model_that_is_not_known_is_said_and_another_may_be_given(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump({**AXOLOTL, "base_model": "nobody/nothing-9b"}))
+    refused = run("analyze", str(file), "--cluster", "dgx-h100")
+    assert refused.status == 2 and "nobody/nothing-9b" in error_line(refused)
+    assert analyzed(file, "--model", "llama3-8b")["job"]["model"] == "llama3-8b"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "word"),
+    [
+        ("axolotl", {"adapter": "llama-adapter"}, "adapter"),
+        ("axolotl", {"sequence_len": -1}, "sequence_len"),
+        ("axolotl", {"micro_batch_size": "many"}, "micro_batch_size"),
+        ("axolotl", {"lora_target_linear": False, "lora_target_modules": 5}, "lora_target_modules"),
+        ("axolotl", {"deepspeed": ["a"]}, "deepspeed"),
+        ("axolotl", {"sample_packing": "perhaps"}, "sample_packing"),
+        ("llamafactory", {"finetuning_type": "oft"}, "finetuning_type"),
+        ("llamafactory", {"stage": "dream"}, "stage"),
+        ("llamafactory", {"lora_rank": 0}, "lora_rank"),
+        ("llamafactory", {"do_train": False}, "do_train"),
+    ],
+)
+def test_a_value_that_cannot_be_honoured_is_one_line(name: str, changes: dict[str, Any], word: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        imported(name, **changes).job(EIGHT)
+    assert refused.value.field.startswith(word)
+
+
+def test_a_deepspeed_file_beside_the_recipe_is_read(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"}')
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump({**AXOLOTL, "deepspeed": "configs/ds.json"}))
+    job = read(file, cluster=EIGHT).job(EIGHT)
+    assert job.strategy.zero == 2 and job.strategy.microbatch == 2
+
+
+def test_experts_in_16_bits_are_said() -> None:
+    mixture = replace(presets.load("model", Model, "mixtral-8x7b"), name="mine")
+    settings = yaml.safe_dump({**AXOLOTL, "load_in_4bit": True})
+    notes = READERS["axolotl"].read(settings, mixture, EIGHT).notes
+    assert any("quantize_moe_experts" in note for note in notes)
