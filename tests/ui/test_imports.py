@@ -16,7 +16,7 @@ import pytest
 from cli.running import error_line, run
 from shardwise.api import analyze, plan
 from shardwise.interop.frameworks import TARGETS
-from shardwise.interop.jobs import kind_of
+from shardwise.interop.kinds import kind_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.installation import is_installed
 from shardwise.ui.choices import catalogue

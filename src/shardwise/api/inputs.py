@@ -11,7 +11,8 @@ from shardwise.api.bare import bare_cluster, bare_model, check_bare_numbers
 from shardwise.api.given import JobArguments
 from shardwise.api.quantities import whole_number
 from shardwise.collectives.cost import check_algorithm
-from shardwise.interop.jobs import model_from, model_notes, other_framework, read_job_fields
+from shardwise.interop.jobs import model_from, model_notes, read_job_fields
+from shardwise.interop.kinds import other_framework
 from shardwise.planner.automatic import decided
 from shardwise.spec import presets
 from shardwise.spec.bare import BareNumbers, StandIn

@@ -1,4 +1,4 @@
-"""Job files: our own, whose model may be a Hugging Face config.json; and whether a file is another framework's."""
+"""Our own job files, and models by the names that people give: presets, hub ids, files and Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.interop.hub_cache import cached_model, not_there
-from shardwise.interop.recognise import CONFIG, JOB, own_kind, suffix_of
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError, shown
-from shardwise.spec.files import MOST_IN_CONFIGURATION, bounded_text, parse_yaml, read_yaml
+from shardwise.spec.files import parse_yaml, read_yaml
 from shardwise.spec.hub import is_hub_id
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
@@ -101,27 +100,3 @@ def is_folder(named: str) -> bool:
     """Whether a model's name is that of an existing folder, and not of a preset."""
     preset = not presets.looks_like_file(named) and presets.is_preset("model", named.lower())
     return not preset and os.path.isdir(named)  # noqa: PTH112 (Path.is_dir raises for an invalid path)
-
-
-def kind_of(text: str, name: str = "") -> str:
-    """`JOB`, `CONFIG` or the name of a framework; anything else is read as a job, whose rules then say why it is none.
-
-    ``name`` is that of the file, if it has one.
-    """
-    kind = own_kind(text, name)
-    if kind is not None:
-        return kind
-    # The frameworks' tables are only loaded for a file that is not clearly ours.
-    from shardwise.interop.frameworks import recognised
-
-    return recognised(text, suffix_of(text, name)) or JOB
-
-
-def other_framework(path: Path | str) -> str | None:
-    """The framework whose configuration the file is; None for our own job file, and for any other file."""
-    try:
-        text = bounded_text(Path(path), MOST_IN_CONFIGURATION)
-    except (OSError, ValueError):
-        return None
-    kind = JOB if text is None else kind_of(text, str(path))
-    return None if kind in (JOB, CONFIG) else kind

@@ -20,7 +20,8 @@ from shardwise.api.inputs import decided_job, job_from
 from shardwise.interop.frameworks import READERS, Configuration
 from shardwise.interop.hub_cache import download
 from shardwise.interop.huggingface import left_out, model_from_hf_config
-from shardwise.interop.jobs import job_fields_in, kind_of, located
+from shardwise.interop.jobs import job_fields_in, located
+from shardwise.interop.kinds import kind_of
 from shardwise.interop.recognise import CONFIG, JOB, is_hf_config
 from shardwise.spec import presets
 from shardwise.spec.clusters import cluster_from

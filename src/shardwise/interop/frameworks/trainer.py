@@ -160,8 +160,11 @@ def read_saved_modules(reading: Reading, fields: Fields, key: str) -> None:
     """Modules that are trained whole beside the adapters."""
     if (named := reading.value(key)) is None:
         return
-    names = _names_of_layers(key, named)
-    fields["training.trained"] = sorted({_SAVED[name] for name in names if name in _SAVED})
+    names, model = _names_of_layers(key, named), model_of(reading, fields)
+    parts = {_SAVED[name] for name in names if name in _SAVED}
+    if model is not None and model.tied_embeddings and "head" in parts:
+        parts = parts - {"head"} | {"embedding"}  # one tensor
+    fields["training.trained"] = sorted(parts)
     if left := sorted({name for name in names if name not in _SAVED}):
         reading.notes.append(f"{key}: {', '.join(left)[:80]} trained whole is not priced, which takes more memory")
 
