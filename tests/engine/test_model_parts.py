@@ -9,7 +9,7 @@ import pytest
 from engine.parity import check
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.job import Job
-from shardwise.spec.model import Model, Numerics, RopeScaling
+from shardwise.spec.model import MixtureOfExperts, Model, Numerics, RopeScaling
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.training import Training
 
@@ -31,6 +31,9 @@ MODELS = {
                                       attention_softcap=0.5, logit_softcap=0.7)),
     "gemma3": Model(**RMS, norms_per_layer=4, tied_embeddings=True, sliding_window=5, sliding_window_every=3,
                     qk_norm=True, numerics=Numerics(norm_plus_one=True, windowed_rope_theta=100.0, rope_theta=1e6)),
+    "gpt-oss": Model(**RMS, attention_sinks=True, qkv_bias=True, attention_out_bias=True, mlp_bias=True,
+                     sliding_window=5, sliding_window_every=2, numerics=Numerics(swiglu_limit=2.0),
+                     moe=MixtureOfExperts(experts=4, top_k=2, ffn=16, router_logit_bias=True)),
 }  # fmt: skip
 SP, PLAIN, PP = {"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"pp": 2}
 ULYSSES = {"cp": 2, "context_method": "ulysses"}
@@ -42,6 +45,8 @@ QUICK = [
     ("gemma2", {"pp": 2, "schedule": "zbv"}),
     ("gemma3", PP),
     ("phi", {"dp": 2, "zero": 3}),
+    ("gpt-oss", {**ULYSSES, "tp": 2}),
+    ("gpt-oss", {"cp": 2, "context_method": "all-gather", "dp": 1}),
 ]
 MORE = [
     ("olmo2", {"tp": 4}),  # more ranks than key-value heads: some hold the same
@@ -51,6 +56,8 @@ MORE = [
     ("gemma2", {"dp": 2, "recompute": "selective", "recompute_operators": ("norm", "activation")}),
     ("gemma2", {"tp": 2, "recompute": "full"}),
     ("gemma2", {**ULYSSES, "zero": 3}),
+    ("gpt-oss", {"tp": 2, "ep": 2, "dp": 2}),
+    ("gpt-oss", {"dp": 2, "ep": 2, "zero": 3}),
     *((name, fields) for name in MODELS for fields in (SP, PLAIN, PP, {"dp": 2, "zero": 2})),
 ]
 

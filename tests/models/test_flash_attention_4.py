@@ -22,6 +22,7 @@ from shardwise.models import flash_attention_4
 from shardwise.models.attention import attention_scale, rotation_of
 from shardwise.models.dot_product import AttentionArguments, attention_mask, document_bounds, dot_product_attention
 from shardwise.models.layer import Layer
+from shardwise.models.sinks import with_sinks
 
 CPU = torch.device("cpu")
 
@@ -46,14 +47,14 @@ def scores(query: Tensor, key: Tensor, bounds: Tensor | None, causal: bool, wind
 
 
 def plain_forward(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor | None, longest: int, *seen: Any
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, bounds: Tensor | None, longest: int, *seen: Any
 ) -> tuple[Tensor, Tensor]:
     rows = [one if bounds is None else one[None] for one in (query, key, value)]
     found = scores(*rows[:2], bounds, *seen)
     repeated = rows[2].repeat_interleave(query.shape[-2] // value.shape[-2], 2)
     out = torch.einsum("bhqk,bkhd->bqhd", found.softmax(-1), repeated).contiguous()
     log_sum = found.logsumexp(-1).float()
-    return (out, log_sum) if bounds is None else (out[0], log_sum[0])
+    return with_sinks(*((out, log_sum) if bounds is None else (out[0], log_sum[0])), sinks)
 
 
 def plain_backward(
@@ -62,7 +63,8 @@ def plain_backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     tensors = (gradient, query, key, value, out)
     of_out, queries, keys, values, outs = (one if bounds is None else one[None] for one in tensors)
-    shares = scores(queries, keys, bounds, causal, window, scale).softmax(-1)
+    log_sums = log_sum if bounds is None else log_sum[None]
+    shares = (scores(queries, keys, bounds, causal, window, scale) - log_sums[..., None]).exp()
     groups = query.shape[-2] // key.shape[-2]
     of_shares = torch.einsum("bqhd,bkhd->bhqk", of_out, values.repeat_interleave(groups, 2))
     mean = (of_out * outs).sum(-1).transpose(1, 2)[..., None]
@@ -153,20 +155,24 @@ def differentiated(attend: Any, *tensors: Tensor) -> list[Tensor]:
     return [out.detach(), *(one.grad for one in given)]
 
 
+@pytest.mark.parametrize("sunk", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("seen", SEEN)
-def test_attention_within_what_a_query_sees(seen: str, packed: bool) -> None:
+def test_attention_within_what_a_query_sees(seen: str, packed: bool, sunk: bool) -> None:
     causal, window = SEEN[seen]
     documents = torch.tensor([[0] * 5 + [1] * 7, [0] * 12]) if packed else None
     bounds = None if documents is None else document_bounds(documents, 3)
-    arguments = AttentionArguments(causal, window, 0.3, documents)
+    sinks = [torch.linspace(-1, 1, 4, dtype=torch.float64)] if sunk else []
 
-    def attend(*tensors: Tensor) -> Tensor:
-        return flash_attention_4.attention(*tensors, bounds, causal=causal, window=window, scale=0.3)
+    def expected(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return dot_product_attention(query, key, value, AttentionArguments(causal, window, 0.3, documents, sinks=sinks))
 
-    expected = differentiated(lambda *tensors: dot_product_attention(*tensors, arguments), *inputs())
-    for one, other in zip(differentiated(attend, *inputs()), expected, strict=True):
-        torch.testing.assert_close(one, other)
+    def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return flash_attention_4.attention(query, key, value, bounds, sinks, causal=causal, window=window, scale=0.3)
+
+    tolerance = {"rtol": 1e-5, "atol": 1e-6}  # of the log-sum-exp, in fp32
+    for one, other in zip(differentiated(attend, *inputs(), *sinks), differentiated(expected, *inputs(), *sinks)):
+        torch.testing.assert_close(one, other, **tolerance)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
@@ -176,15 +182,16 @@ def test_pytorch_finds_the_operators_well_made(packed: bool) -> None:
         tensors = [one.detach().flatten(0, 1).requires_grad_() for one in tensors]
         bounds = torch.tensor([0, 12, 24], dtype=torch.int32)
     seen = bounds, 12, True, None, 0.3
-    torch.library.opcheck(flash_attention_4.forward, (*tensors, *seen))
+    sinks = torch.linspace(-1, 1, 4).requires_grad_()
+    torch.library.opcheck(flash_attention_4.forward, (*tensors, sinks, *seen))
     given = [one.detach() for one in tensors]
-    out, log_sum = flash_attention_4.forward(*given, *seen)
+    out, log_sum = flash_attention_4.forward(*given, sinks.detach(), *seen)
     torch.library.opcheck(flash_attention_4.backward, (torch.randn_like(out), *given, out, log_sum, *seen))
 
 
 def test_shapes_are_known_without_values() -> None:
     query, key, value = (torch.empty(2, 12, heads, 64, device="meta", dtype=torch.bfloat16) for heads in (8, 2, 2))
-    out, log_sum = flash_attention_4.forward(query, key, value, None, 12, True, None, 0.1)
+    out, log_sum = flash_attention_4.forward(query, key, value, None, None, 12, True, None, 0.1)
     assert (out.shape, out.dtype) == (query.shape, torch.bfloat16)
     assert (log_sum.shape, log_sum.dtype) == ((2, 8, 12), torch.float32)
     gradients = flash_attention_4.backward(out, query, key, value, out, log_sum, None, 12, True, None, 0.1)

@@ -135,7 +135,7 @@ USING: dict[str, Fields] = {
         }
     },
     "bert-parts": {"model": {"token_types": 2}},
-    "softmax-router-bias": {"model": {"moe": {**EXPERTS["moe"], "router_bias": True}}},
+    "latent-sinks": {"model": {**LATENT, "attention_sinks": True}},
     "latent-qk-norm": {"model": {**LATENT, "qk_norm": True}},
     "latent-qkv-bias": {"model": {**LATENT, "qkv_bias": True}},
     "odd-rotation": {"model": {"head_dim": 63}},

@@ -34,6 +34,8 @@ class Patterns:
     widths."""
     wide_norms: dict[str, str] = field(default_factory=dict)
     """RMS norms over the outputs of cut maps, with values as in `columns`."""
+    head_vectors: tuple[str, ...] = ()
+    """Parameters with an element per query head, cut as the heads are."""
     headless: tuple[str, ...] = ()
     """Modules of a region before its cut layers: the heads of all ranks contribute to their gradients."""
     flat: tuple[str, ...] = ()  # regions whose hidden states are rows of tokens, without a batch dimension
@@ -79,6 +81,7 @@ DECODER = Patterns(
         "layers.*.mlp.shared.up": "",
     },
     rows=("layers.*.attention.output", "layers.*.mlp.down", "layers.*.mlp.shared.down"),
+    head_vectors=("layers.*.attention.sinks",),
     headless=(
         "layers.*.attention.query_down",
         "layers.*.attention.query_down_norm",

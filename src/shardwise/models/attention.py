@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -175,6 +176,7 @@ class Attention(nn.Module):
         whole = model.qk_norm_whole
         self.query_norm = norm_of(model, self.query.out_features if whole else size) if model.qk_norm else None
         self.key_norm = norm_of(model, self.key.out_features if whole else size) if model.qk_norm else None
+        self.sinks = nn.Parameter(torch.zeros(model.heads)) if model.attention_sinks else None
         self.attend: Attend = dot_product_attention
         self.project: Project = project_each
 
@@ -195,6 +197,8 @@ class Attention(nn.Module):
             query, key = self._normed(query, key)
         query, key, value = (torch.unflatten(tensor, -1, (-1, self.head_size)) for tensor in (query, key, value))
         query, key = self.positioned(query, key, rotation)
+        if self.sinks is not None:
+            arguments = replace(arguments, sinks=self.sinks)
         attended = self.attend(query, key, value, arguments)
         return plus_linear(residual, attended.flatten(-2), self.output)
 

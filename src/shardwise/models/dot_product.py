@@ -77,6 +77,7 @@ class AttentionArguments:
     """Given by the caller (None: 0, 1, 2 ... along the row); the order of tokens for those who reorder rows."""
     bounds: Tensor | None = None  # the same as `documents`, by `document_bounds`; where known
     softcap: float | None = None  # makes c·tanh(x/c) of the scaled scores
+    sinks: Tensor | None = None  # a logit of each query head, in the denominator of its softmax alone [heads]
     token_keys: Tensor | None = None  # what dropout follows (`models.dropout.keys_in_layer`); None: without it
 
 
@@ -86,18 +87,20 @@ def dot_product_attention(query: Tensor, key: Tensor, value: Tensor, arguments: 
     The tokens of a row are in sequence order.
     """
     reach = _window(query.shape[1], arguments)
-    if arguments.softcap is not None and flexible_attention.takes(query, value):
-        return flexible_attention.attention(
-            query, key, value, arguments.documents,
-            causal=arguments.causal, window=reach, scale=arguments.scale, softcap=arguments.softcap,
-        )  # fmt: skip
-    if arguments.softcap is not None:
-        return _capped_attention(query, key, value, arguments)
-    if (arguments.documents is None or arguments.bounds is not None) and flash_attention_4.takes(query, key, value):
+    bounded = arguments.documents is None or arguments.bounds is not None
+    if arguments.softcap is None and bounded and flash_attention_4.takes(query, key, value):
         bounds = None if arguments.documents is None else arguments.bounds
         return flash_attention_4.attention(
-            query, key, value, bounds, causal=arguments.causal, window=reach, scale=arguments.scale
+            query, key, value, bounds, arguments.sinks, causal=arguments.causal, window=reach, scale=arguments.scale
         )
+    changed = arguments.softcap is not None or arguments.sinks is not None
+    if changed and flexible_attention.takes(query, value):
+        return flexible_attention.attention(
+            query, key, value, arguments.documents, arguments.sinks,
+            causal=arguments.causal, window=reach, scale=arguments.scale, softcap=arguments.softcap,
+        )  # fmt: skip
+    if changed:
+        return _attention_in_pieces(query, key, value, arguments)
     bounds = _bounds(query, arguments) if takes(query, key, value) else None
     if bounds is not None:
         return packed_attention(query, key, value, bounds, causal=arguments.causal, window=reach, scale=arguments.scale)
@@ -134,11 +137,16 @@ def attention_from(query: Tensor, key: Tensor, value: Tensor, arguments: Attenti
         mask = torch.ones((rows, seq), dtype=torch.bool, device=query.device).tril(start)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
-    shares = scores.softmax(-1).view(batch, groups, -1, seq)
+    if arguments.sinks is None:
+        shares = scores.softmax(-1)
+    else:
+        sinks = arguments.sinks.to(scores.dtype).view(1, heads, 1, 1).expand(batch, -1, rows, -1)
+        shares = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+    shares = shares.reshape(batch, groups, -1, seq)
     return (shares @ value.transpose(1, 2)).view(batch, heads, rows, -1).transpose(1, 2)
 
 
-def _capped_attention(query: Tensor, key: Tensor, value: Tensor, arguments: AttentionArguments) -> Tensor:
+def _attention_in_pieces(query: Tensor, key: Tensor, value: Tensor, arguments: AttentionArguments) -> Tensor:
     """Some queries at a time, with scores recomputed in the backward pass: for a CPU, and for fp32."""
     batch, seq, heads, _ = query.shape
     each = max(1, SCORES_AT_ONCE // (batch * heads * seq))

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.models.sinks import gradient_of_sinks, with_sinks
+
 PACKAGE, OLDEST = "flash-attn-4", "4.0.0b36"  # as in pyproject.toml
 GENERATIONS = (9, 10)  # Hopper and Blackwell
 HEADS = ((64, 64), (128, 128))  # features of keys and of values: those for which it was seen to be faster
@@ -90,15 +92,16 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor | None, *, causal: bool, window: int | None, scale: float
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor | None, sinks: Tensor | None = None, *,
+    causal: bool, window: int | None, scale: float,
+) -> Tensor:  # fmt: skip
     """Attention of tensors [batch, seq, heads, features], within ``bounds``; ``window`` counts the query's own key."""
     batch, seq = query.shape[:2]
     if bounds is None:
-        whole: Tensor = forward(query, key, value, None, seq, causal, window, scale)[0]
+        whole: Tensor = forward(query, key, value, sinks, None, seq, causal, window, scale)[0]
         return whole
     rows, keys, values = (tensor.flatten(0, 1) for tensor in (query, key, value))
-    packed: Tensor = forward(rows, keys, values, bounds, seq, causal, window, scale)[0]
+    packed: Tensor = forward(rows, keys, values, sinks, bounds, seq, causal, window, scale)[0]
     return torch.unflatten(packed, 0, (batch, seq))
 
 
@@ -120,13 +123,13 @@ def _settings(bounds: Tensor | None, longest: int, causal: bool, window: int | N
     "shardwise::flash_attention_4",
     mutates_args=(),
     device_types="cuda",
-    schema=f"(Tensor query, Tensor key, Tensor value, {_SEEN}) -> (Tensor, Tensor)",
+    schema=f"(Tensor query, Tensor key, Tensor value, Tensor? sinks, {_SEEN}) -> (Tensor, Tensor)",
 )
-def forward(query: Tensor, key: Tensor, value: Tensor, *seen: Any) -> tuple[Tensor, Tensor]:
+def forward(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *seen: Any) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exp."""
     kernels: Any = importlib.import_module(_KERNELS)
     out, log_sum, *_ = kernels._flash_attn_fwd(query, key, value, return_lse=True, **_settings(*seen))
-    return out, log_sum
+    return with_sinks(out, log_sum, sinks)
 
 
 @torch.library.custom_op(
@@ -150,7 +153,7 @@ def backward(
 
 
 @forward.register_fake
-def _forward_shapes(query: Tensor, key: Tensor, value: Tensor, *seen: Any) -> tuple[Tensor, Tensor]:
+def _forward_shapes(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     *rows, heads, _ = query.shape
     of_log_sum = (heads, *rows) if query.dim() == 3 else (rows[0], heads, rows[1])
     out = query.new_empty((*rows, heads, value.shape[-1]))
@@ -160,17 +163,19 @@ def _forward_shapes(query: Tensor, key: Tensor, value: Tensor, *seen: Any) -> tu
 def differentiate(forward: Any, backward: Any) -> None:
     """Makes the operator ``backward`` the gradient of the operator ``forward``.
 
-    The latter takes queries, keys, values, a tensor or None, and four settings, and returns output and log-sum-exp.
+    The latter takes queries, keys, values, sinks, a tensor or None, and four settings, and returns output and
+    log-sum-exp.
     """
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        query, key, value, further, *ctx.settings = inputs
-        ctx.save_for_backward(query, key, value, *output, further)
+        query, key, value, sinks, further, *ctx.settings = inputs
+        ctx.save_for_backward(query, key, value, *output, sinks, further)
         ctx.mark_non_differentiable(output[1])
 
     def gradients(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, further = ctx.saved_tensors
-        return *backward(gradient, *tensors, further, *ctx.settings), None, None, None, None, None
+        *tensors, sinks, further = ctx.saved_tensors
+        of_sinks = gradient_of_sinks(gradient, *tensors[3:], sinks)
+        return *backward(gradient, *tensors, further, *ctx.settings), of_sinks, None, None, None, None, None
 
     def shapes(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Gradients:
         return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)

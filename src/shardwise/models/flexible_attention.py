@@ -1,4 +1,4 @@
-"""Attention with capped scores, also with a window or within documents: PyTorch's FlexAttention, for GPUs.
+"""Attention with capped scores or sinks, also with a window or within documents: PyTorch's FlexAttention, for GPUs.
 
 It compiles a kernel with the cap, which PyTorch's other fused kernels do not support. Blocks of keys that no query of a
 block sees are skipped; they are found from the first and last token of each block, not from a mask of all scores.
@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from shardwise.models.sinks import share_of_keys
 
 BLOCK = 128  # tokens, as FlexAttention's own masks have
 MOST_FEATURES = 256  # of a head
@@ -35,17 +37,22 @@ def fits(dtype: torch.dtype, features: int, value_features: int) -> bool:
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, *,
-    causal: bool, window: int | None, scale: float, softcap: float,
+    query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, sinks: Tensor | None = None, *,
+    causal: bool, window: int | None, scale: float, softcap: float | None,
 ) -> Tensor:  # fmt: skip
     """Attention of tensors [batch, seq, heads, features]; ``window`` counts the query's own key."""
     blocks = block_mask(query.shape[1], query.device, documents, causal=causal, window=window)
     attend = flex_attention if torch.compiler.is_compiling() else _compiled()
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     attended: Any = attend(
-        query, key, value, _capped(softcap), blocks, scale=scale, enable_gqa=key.shape[1] != query.shape[1],
+        query, key, value, None if softcap is None else _capped(softcap), blocks, scale=scale,
+        enable_gqa=key.shape[1] != query.shape[1],
         kernel_options=_options(query, plain=window is None and documents is None),
+        return_aux=None if sinks is None else AuxRequest(lse=True),
     )  # fmt: skip
+    if sinks is not None:
+        attended, more = attended
+        attended = attended * share_of_keys(more.lse, sinks).unsqueeze(-1).to(attended.dtype)
     result: Tensor = attended.transpose(1, 2)
     return result
 

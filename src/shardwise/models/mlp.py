@@ -18,6 +18,8 @@ aten: Any = torch.ops.aten
 
 def activation_of(model: Model) -> Activation:
     """The activation of an MLP: a function of the up projection, or of gate and up."""
+    if model.activation == "swiglu" and (limit := model.numerics.swiglu_limit) is not None:
+        return partial(clamped_swiglu, limit, model.numerics.swiglu_alpha)
     if model.activation == "swiglu":
         return partial(_gated, "silu")
     if model.activation == "relu":
@@ -56,6 +58,13 @@ def _activated(gate: Tensor, kind: str) -> Tensor:
     return F.silu(gate) if kind == "silu" else F.gelu(gate, approximate=kind)
 
 
+def clamped_swiglu(limit: float, alpha: float, gate: Tensor, up: Tensor) -> Tensor:
+    """A SwiGLU of bounded inputs, which passes on what the gate lets through even where up is zero (gpt-oss, arXiv
+    2508.10925, section 2.2)."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1)
+
+
 class MLP(nn.Module):
     """Up, activation (times the gate), down."""
 
@@ -65,7 +74,7 @@ class MLP(nn.Module):
         self.up = nn.Linear(model.hidden, width, bias=model.mlp_bias)
         self.down = nn.Linear(width, model.hidden, bias=model.mlp_bias)
         self.activation = activation_of(model)
-        self.is_swiglu = model.activation == "swiglu"
+        self.is_swiglu = model.activation == "swiglu" and model.numerics.swiglu_limit is None
         self.project: Project = project_each
 
     def forward(self, hidden: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -294,8 +294,8 @@ class TopKRouter(BuffersInFp32):
     Softmax routing as in Mixtral (arXiv 2401.04088), Qwen3 and DeepSeek-V2; sigmoid routing with a balancing bias and
     groups of experts as in DeepSeek-V3 (arXiv 2412.19437, section 2.1.2).
     ``bias`` (None without bias balancing) is added to the scores only for picking: it moves load between experts and
-    does not change the weights. It is a buffer; no gradient reaches it. ``held``, if set from outside, picks the
-    experts of ``hidden`` instead.
+    does not change the weights. It is a buffer; no gradient reaches it, unlike the bias that ``gate`` may have.
+    ``held``, if set from outside, picks the experts of ``hidden`` instead.
     """
 
     bias: Tensor | None
@@ -308,12 +308,14 @@ class TopKRouter(BuffersInFp32):
         self.sigmoid = model.moe.router == "sigmoid"
         self.groups, self.groups_used = model.moe.groups, model.moe.groups_used
         self.renormalise, self.scale = model.numerics.renormalise_top_k, model.numerics.router_scale
-        self.gate = nn.Linear(model.hidden, model.moe.experts, bias=False)
+        self.gate = nn.Linear(model.hidden, model.moe.experts, bias=model.moe.router_logit_bias)
         self.register_buffer("bias", torch.zeros(model.moe.experts) if model.moe.router_bias else None)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of ``hidden`` [tokens, features]: the experts [tokens, k], their weights, all scores [tokens, experts]."""
         logits = _wide_product(hidden, self.gate.weight)
+        if self.gate.bias is not None:
+            logits = logits + self.gate.bias.float()
         scores = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
         indices = self._pick(scores.detach()) if self.held is None else self.held(hidden.detach())
         weights = scores.gather(1, indices)

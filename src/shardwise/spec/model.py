@@ -85,6 +85,10 @@ class Numerics(Spec):
     """Cap c of attention scores, as c·tanh(x/c) (Gemma 2, arXiv 2408.00118)."""
     logit_softcap: float | None = setting(None, above=0)
     """The same of the logits."""
+    swiglu_limit: float | None = setting(None, above=0)
+    """Bound of the gate from above and of the up projection on both sides, to which one is added then (gpt-oss)."""
+    swiglu_alpha: float = setting(1.702, above=0)
+    """Factor in the sigmoid of a gate with such a bound."""
     clip_qkv: float | None = setting(None, above=0)
     """Bound of queries, keys and values (OLMo)."""
     renormalise_top_k: bool = True
@@ -205,7 +209,9 @@ class MixtureOfExperts(Spec):
     router: Literal["softmax", "sigmoid"] = "softmax"
     """How scores become weights."""
     router_bias: bool = False
-    """The router has a bias."""
+    """A bias that balances the load is added to scores where experts are chosen, not to their weights (DeepSeek-V3)."""
+    router_logit_bias: bool = False
+    """The router's linear layer has a bias, which is trained (gpt-oss)."""
     groups: int = count(1, maximum=MOST_HEADS)
     """Groups that experts are divided into."""
     groups_used: int = count(1, maximum=MOST_HEADS)
@@ -268,6 +274,8 @@ class Model(Spec):
     """Queries and keys are normed, each head by itself."""
     qk_norm_whole: bool = False
     """The queries of all heads are normed together, and the keys (OLMo-2)."""
+    attention_sinks: bool = False
+    """Each head has a trained logit in the denominator of its softmax, for a token with nothing to attend to (gpt-oss)."""
     norms_per_layer: int = count(2, minimum=0, maximum=16)
     """Two: before attention and before the MLP. Four: also behind both (Gemma 2). One, in a parallel block, serves both
     (Phi)."""
@@ -454,7 +462,7 @@ class Model(Spec):
         if self.moe is None:
             return ()
         gate = (Matrix(MatrixRole.SHARED_GATE, self.hidden, 1, "none"),) if self.moe.shared_gate else ()
-        return (Matrix(MatrixRole.ROUTER, self.hidden, self.moe.experts, "none"), *gate)
+        return (Matrix(MatrixRole.ROUTER, self.hidden, self.moe.experts, "none", self.moe.router_logit_bias), *gate)
 
     @cached_property
     def head_matrix(self) -> Matrix:

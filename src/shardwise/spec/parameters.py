@@ -42,6 +42,7 @@ def layer_parameters(
 ) -> LayerParameters:
     """Parameters that one rank holds of one layer (of all ranks together when every degree is 1)."""
     attention = _held(model.attention_matrices, tensor_parallel) + _attention_norms(model, tensor_parallel)
+    attention += model.heads / tensor_parallel if model.attention_sinks else 0
     norms = model.norms_per_layer * _norm_parameters(model)
     if not moe or model.moe is None:
         return LayerParameters(attention, _held(model.mlp_matrices(model.ffn), tensor_parallel), norms, 0, 0)

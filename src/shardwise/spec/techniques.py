@@ -125,7 +125,7 @@ OF_MODEL: dict[str, OfModel] = {
     "longrope": lambda m: m.numerics.rope_scaling is not None and m.numerics.rope_scaling.kind == "longrope",
     "other-factors": _other_factors,
     "bert-parts": lambda m: m.embedding_norm or m.token_types > 0 or m.pooler or m.mlm_head,
-    "softmax-router-bias": lambda m: m.moe is not None and m.moe.router_bias and m.moe.router == "softmax",
+    "latent-sinks": lambda m: m.mla is not None and m.attention_sinks,
     "latent-qk-norm": lambda m: m.mla is not None and m.qk_norm,
     "latent-qkv-bias": lambda m: m.mla is not None and m.qkv_bias,
     "odd-rotation": lambda m: m.positions == "rope" and (m.rotated_features % 2 == 1 or m.rotated_features == 0),

@@ -29,6 +29,7 @@ class Case:
     value_features: int = 16
     window: int | None = None
     documents: bool = False
+    sinks: bool = False
     dtype: torch.dtype = torch.float32
     overlap: bool = True
 
@@ -58,11 +59,12 @@ def arguments_of(case: Case) -> AttentionArguments:
     if case.documents:  # of unequal lengths, other ones in each row
         starts = torch.rand(case.batch, case.seq, generator=torch.Generator().manual_seed(3)) < 0.15
         documents = starts.cumsum(1)
-    return AttentionArguments(case.causal, case.window, case.features**-0.5, documents)
+    sinks = torch.linspace(-1.0, 2.0, case.heads).requires_grad_() if case.sinks else None
+    return AttentionArguments(case.causal, case.window, case.features**-0.5, documents, sinks=sinks)
 
 
 def gradients_of(attend: Attend, tensors: tuple[Tensor, ...], arguments: AttentionArguments) -> list[Tensor]:
-    """The output and the gradients of query, key and value."""
+    """The output and the gradients of query, key and value; those of sinks are left with them."""
     *inputs, gradient = (tensor.detach().clone() for tensor in tensors)
     for tensor in inputs:
         tensor.requires_grad_()
@@ -84,10 +86,17 @@ def deviations(case: Case, choose: KernelChoice = kernel_for) -> list[float]:
     expected = gradients_of(dot_product_attention, tuple(tensor.float() for tensor in tensors), arguments)
     attend = attend_of(case.method, group, case.overlap, choose)
     local = tuple(cut_sequence(tensor, rank, size, case.method) for tensor in tensors)
-    if arguments.documents is not None:
-        arguments = replace(arguments, documents=cut_sequence(arguments.documents, rank, size, case.method))
-    found = gradients_of(attend, local, arguments)
-    return [
+    own = arguments_of(case)
+    if own.documents is not None:
+        own = replace(own, documents=cut_sequence(own.documents, rank, size, case.method))
+    found = gradients_of(attend, local, own)
+    differences = [
         float((mine.float() - cut_sequence(whole, rank, size, case.method)).abs().max() / whole.abs().max())
         for mine, whole in zip(found, expected, strict=True)
     ]
+    if arguments.sinks is not None and own.sinks is not None:
+        assert own.sinks.grad is not None and arguments.sinks.grad is not None
+        dist.all_reduce(own.sinks.grad)
+        wanted = arguments.sinks.grad
+        differences.append(float((own.sinks.grad - wanted).abs().max() / wanted.abs().max()))
+    return differences

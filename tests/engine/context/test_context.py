@@ -69,6 +69,15 @@ def test_windows_and_packed_documents(method: str, world: int) -> None:
     check(world, cases)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_sinks(method: str) -> None:
+    """Of the gradient of a head's sink each rank has the share of its own queries, or heads."""
+    cases = [
+        Case(method, causal, sinks=True, documents=documents) for causal in (True, False) for documents in (True, False)
+    ]
+    check(4, cases if method == "ring" else [*cases, Case(method, window=5, sinks=True)])
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_documents_cut_across_the_blocks_of_the_ring(world: int) -> None:
     check(

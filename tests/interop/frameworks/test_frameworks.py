@@ -205,13 +205,13 @@ def test_a_megatron_window_leaves_out_the_token_itself() -> None:
     assert TARGETS["megatron"].read(text).fields["model.sliding_window"] == 4096
 
 
-def test_a_router_bias_that_megatron_would_refuse_is_not_written() -> None:
+def test_a_router_bias_that_megatron_does_not_have_is_not_written() -> None:
     exported = export(model_job("gpt-oss-20b"), "megatron")
     (text,) = exported.files.values()
     lost = {one.field for one in exported.missing}
     assert "--moe-router-enable-expert-bias" not in text and "--moe-router-bias-update-rate" not in text
     assert "--rotary-base 150000" in text
-    assert {"model.moe.router_bias", "model.numerics.rope_scaling"} <= lost
+    assert {"model.moe.router_logit_bias", "model.attention_sinks", "model.numerics.rope_scaling"} <= lost
 
 
 def test_what_megatron_fixes_of_yarn_is_said() -> None:

@@ -36,6 +36,7 @@ from shardwise.engine.labels import Called
 from shardwise.engine.profiler_ranges import sent, wait_for
 from shardwise.models.dot_product import AttentionArguments
 from shardwise.models.flash_attention_4 import differentiate
+from shardwise.models.sinks import gradient_of_sinks, with_sinks
 from shardwise.spec.errors import SpecError
 
 
@@ -98,24 +99,28 @@ class AcrossRanks:
         if torch.compiler.is_compiling():
             seen = arguments.documents, arguments.causal, arguments.window, arguments.scale
             operator: Any = torch.ops.shardwise.attention_across_ranks
-            compiled: Tensor = operator(query, key, value, *seen, self.handle)[0]
+            compiled: Tensor = operator(query, key, value, arguments.sinks, *seen, self.handle)[0]
             return compiled
         call = self.call(query.shape[1], arguments)
-        out: Tensor = _Attention.apply(query, key, value, call)  # type: ignore[no-untyped-call]
+        out: Tensor = _Attention.apply(query, key, value, arguments.sinks, call)  # type: ignore[no-untyped-call]
         return out
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
-        out, log_sum = call.forward(query, key, value)
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: AttentionCall
+    ) -> Tensor:
+        out, log_sum = with_sinks(*call.forward(query, key, value), sinks)
         ctx.call = call
-        ctx.save_for_backward(query, key, value, out, log_sum)
+        ctx.save_for_backward(query, key, value, out, log_sum, sinks)
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        return *ctx.call.backward(BackwardInputs(gradient.contiguous(), *ctx.saved_tensors)), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
+        *saved, sinks = ctx.saved_tensors
+        of_sinks = gradient_of_sinks(gradient, *saved[3:], sinks)
+        return *ctx.call.backward(BackwardInputs(gradient.contiguous(), *saved)), of_sinks, None
 
 
 # -- The same as custom operators: these take only numbers and tensors, so objects are looked up by a number ----------
@@ -134,10 +139,10 @@ def _call(
 @torch.library.custom_op(
     "shardwise::attention_across_ranks",
     mutates_args=(),
-    schema=f"(Tensor query, Tensor key, Tensor value, {_SEEN}) -> (Tensor, Tensor)",
+    schema=f"(Tensor query, Tensor key, Tensor value, Tensor? sinks, {_SEEN}) -> (Tensor, Tensor)",
 )
-def _forward(query: Tensor, key: Tensor, value: Tensor, *seen: Any) -> tuple[Tensor, Tensor]:
-    return _call(query, *seen).forward(query, key, value)
+def _forward(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *seen: Any) -> tuple[Tensor, Tensor]:
+    return with_sinks(*_call(query, *seen).forward(query, key, value), sinks)
 
 
 @torch.library.custom_op(
@@ -154,7 +159,7 @@ def _backward(gradient: Tensor, query: Tensor, *rest: Any) -> Gradients:
 
 
 @_forward.register_fake
-def _forward_shapes(query: Tensor, key: Tensor, value: Tensor, *seen: Any) -> tuple[Tensor, Tensor]:
+def _forward_shapes(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     batch, seq, heads, _ = query.shape
     number = torch.promote_types(query.dtype, torch.float32)
     return query.new_empty((batch, seq, heads, value.shape[-1])), query.new_empty((batch, heads, seq), dtype=number)

@@ -43,7 +43,10 @@ class UlyssesAttention:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, arguments: AttentionArguments) -> Tensor:
         check_heads(query.shape[2], key.shape[2], self.group.size())
         # No positions: queries and keys have been rotated already, and whole rows are in order.
-        whole = replace(arguments, documents=self.documents.of(arguments.documents), positions=None, bounds=None)
+        sinks = None if arguments.sinks is None else arguments.sinks.chunk(self.group.size())[self.group.rank()]
+        whole = replace(
+            arguments, documents=self.documents.of(arguments.documents), positions=None, bounds=None, sinks=sinks
+        )
         query, key, value = _to_heads((query, key, value), self.group)
         return _to_sequence(self.attend(query, key, value, whole), self.group)
 
@@ -112,14 +115,15 @@ def kernel_words(job: Job, device: torch.device) -> str:
     if job.training.attention == "unfused":
         return "plain matmuls, scores are stored"
     heads = precision_of(job.training).compute, model.query_key_dim, model.value_dim
-    capped = model.numerics.attention_softcap is not None
-    if capped and device.type == "cuda" and flexible_attention.fits(*heads):
-        return "PyTorch's FlexAttention, since scores are capped"
-    if capped:
-        return "plain matmuls of some queries at a time, since scores are capped"
+    why = "heads have sinks" if model.attention_sinks else ""
+    why = "scores are capped" if model.numerics.attention_softcap is not None else why
+    against = flash_attention_4.misfit(*heads) or flash_attention_4.obstacle(device)
+    if why and (against or why == "scores are capped"):
+        flexible = device.type == "cuda" and flexible_attention.fits(*heads)
+        kernel = "PyTorch's FlexAttention" if flexible else "plain matmuls of some queries at a time"
+        return f"{kernel}, since {why}"
     if device.type == "cpu":
         return "PyTorch's"
-    against = flash_attention_4.misfit(*heads) or flash_attention_4.obstacle(device)
     return (
         f"PyTorch's, not FlashAttention-4: {against}" if against else f"FlashAttention-4 {flash_attention_4.version()}"
     )

@@ -226,7 +226,7 @@ class Flash4:
     """FlashAttention-4, where it `fits`; without a bias. It takes tensors as they are."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        out, log_sum = flash_attention_4.forward(query, key, value, *self._seen(query, scores))
+        out, log_sum = flash_attention_4.forward(query, key, value, None, *self._seen(query, scores))
         return out, log_sum
 
     def backward(self, saved: BackwardInputs, scores: Scores) -> Gradients:

@@ -171,6 +171,8 @@ def apply_tensor(root: nn.Module, mesh: Mesh, patterns: Patterns, model: Model) 
     for pattern, counts in patterns.fused.items():
         for _, linear in matching(root, pattern):
             cut_fused(linear, rank, group.size(), [getattr(model, count) for count in counts])
+    for pattern in patterns.head_vectors:
+        _cut_vectors(root, pattern, rank, group.size())
     for pattern, paths in patterns.divided.items():
         for _, module in matching(root, pattern):
             for path in paths:
@@ -197,6 +199,14 @@ def apply_tensor(root: nn.Module, mesh: Mesh, patterns: Patterns, model: Model) 
         if sequence_parallel:
             positions.register_forward_pre_hook(_own_positions(rank, group.size()))
     _note_the_rest(root, regions, patterns, group.size(), sequence_parallel)
+
+
+def _cut_vectors(root: nn.Module, pattern: str, rank: int, size: int) -> None:
+    owners, _, name = pattern.rpartition(".")
+    for _, module in matching(root, owners):
+        if (whole := getattr(module, name, None)) is not None:
+            own = whole.shape[0] // size
+            keep(module, name, HeldPart(tuple(whole.shape)).cut(0, rank * own, (rank + 1) * own))
 
 
 def _note_narrow(region: Any, size: int, sequence_parallel: bool) -> None:

@@ -120,8 +120,7 @@ REASONS = {
     "model.attention_out_bias": "linear layers have all biases, none, or those of query, key and value",
     "model.mlp_bias": "linear layers have all biases, none, or those of query, key and value",
     "model.max_seq": "--max-position-embeddings covers at least the sequence",
-    "model.moe.router_bias": "only sigmoid scores take a bias (a softmax router with one is gpt-oss's, whose attention "
-    "sinks and clamped SwiGLU a job does not describe either)",
+    "model.moe.router_bias": "only sigmoid scores take a bias that balances",
     **NUMERIC_REASONS,
 }
 

@@ -175,8 +175,8 @@ def _experts(experts: Mapping[str, Any], layers: list[Any]) -> dict[str, Any]:
     return {
         "experts": experts["num_experts"], "top_k": router["top_k"], "ffn": _expert_width(experts),
         "shared_ffn": shared["w1"]["out_features"] if shared else 0, "shared_gate": bool(shared and "gate" in shared),
-        "dense_layers": dense, "router": router["score_func"], "router_bias": bool(router["gate"].get("bias")),
-        "groups": router.get("num_expert_groups") or 1, "groups_used": router.get("num_limited_groups") or 1,
+        "dense_layers": dense, "router": router["score_func"],
+        "router_logit_bias": bool(router["gate"].get("bias")), "groups": router.get("num_expert_groups") or 1, "groups_used": router.get("num_limited_groups") or 1,
     }  # fmt: skip
 
 
@@ -229,8 +229,9 @@ _DEBUG: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("gpt_oss", "debugmodel"): {
         "layers": 4, "hidden": 256, "heads": 64, "kv_heads": 8, "head_dim": 64, "ffn": 2880, "vocab": 201088,
         "max_seq": 131072, "activation": "swiglu", "norm": "rmsnorm", "qkv_bias": True, "attention_out_bias": True,
-        "mlp_bias": True, "sliding_window": 128, "sliding_window_every": 2,
-        "moe": {"experts": 8, "top_k": 4, "ffn": 2880, "router_bias": True}, "numerics": {"rope_theta": 150_000},
+        "mlp_bias": True, "attention_sinks": True, "sliding_window": 128, "sliding_window_every": 2,
+        "moe": {"experts": 8, "top_k": 4, "ffn": 2880, "router_logit_bias": True},
+        "numerics": {"rope_theta": 150_000, "swiglu_limit": 7},
     },
 }  # fmt: skip
 
