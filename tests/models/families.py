@@ -31,6 +31,13 @@ LATENT: dict[str, Any] = {
 V3: dict[str, Any] = {**LATENT, "q_lora_rank": 12, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0}
 GEMMA: dict[str, Any] = {**SMALL, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 5,
                          "pad_token_id": None}  # fmt: skip
+GPT_OSS: dict[str, Any] = {
+    **SMALL,
+    "head_dim": 8,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 5,
+}
 V2: dict[str, Any] = {**LATENT, "n_shared_experts": 2}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -66,6 +73,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma2-uncapped": ("Gemma2", {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gemma3": ("Gemma3", {**GEMMA, "sliding_window_pattern": 3, "final_logit_softcapping": 4.0}),
+    "gpt-oss": ("GptOss", GPT_OSS),
+    "gpt-oss-unlike": ("GptOss", {**GPT_OSS, "attention_bias": False, "swiglu_limit": 0.3, "swiglu_alpha": 0.7,
+                                  "sliding_window": 64,
+                                  "rope_parameters": {"rope_type": "default", "rope_theta": 9.0}}),
     "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 61, "n_positions": 64,
                       "bos_token_id": None, "eos_token_id": None}),
 }  # fmt: skip

@@ -24,8 +24,8 @@ SHAPES: dict[str, Model] = {
     "chunks": Model(**_LLAMA, attention_chunk=7, moe=replace(_EXPERTS, shared_ffn=0), pattern=(
         LayerRecord(mixer="chunk"), LayerRecord(mixer="full", rotary=False, feed_forward="mixture"))),
     "sinks": Model(**_LLAMA, attention_sinks=True, qkv_bias=True, attention_out_bias=True, mlp_bias=True,
-                   sliding_window=5, sliding_window_every=2, moe=replace(_EXPERTS, shared_ffn=0, router_logit_bias=True),
-                   numerics=Numerics(swiglu_limit=2.0)),
+                   sliding_window=5, sliding_window_every=2, numerics=Numerics(swiglu_limit=2.0),
+                   moe=replace(_EXPERTS, shared_ffn=0, router_logit_bias=True)),
     "gpt": Model(**{**_LLAMA, "activation": "gelu", "norm": "layernorm", "kv_heads": 4}, positions="learned",
                  tied_embeddings=True, qkv_bias=True, attention_out_bias=True, mlp_bias=True, lm_head_bias=True),
     "geglu": Model(**{**_LLAMA, "activation": "geglu"}, positions="none", numerics=Numerics(gelu="exact")),

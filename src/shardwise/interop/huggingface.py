@@ -22,8 +22,8 @@ def model_from_hf_config(config: Config | Path | str, name: str | None = None) -
     """The model a ``config.json`` describes; ``config`` is its content, its path, or the folder it lies in.
 
     A key that is absent takes the default of the `transformers` library. Of a config with a ``text_config``
-    (vision-language models) the language model is read. Two small things that a `Model` does not have are not
-    counted: OPT's two spare position rows and the attention sinks of gpt-oss. Raises SpecError, naming the key, for
+    (vision-language models) the language model is read. OPT's two spare position rows, which a `Model`
+    does not have, are not counted. Raises SpecError, naming the key, for
     a malformed config, an unknown family, or what a `Model` cannot express.
     """
     if isinstance(config, (str, Path)):

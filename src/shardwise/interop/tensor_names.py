@@ -6,7 +6,15 @@ A module's name maps to a module's name; its ``weight`` and ``bias`` follow. ``{
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True)
+class JoinedExperts:
+    """All experts of a layer as two tensors: gates and ups, and downs."""
+
+    transposed: bool = False  # [experts, inputs, outputs] in place of [experts, outputs, inputs]
+    alternating: bool = False  # gate and up take turns; else all of the gate comes first
 
 
 @dataclass(frozen=True)
@@ -26,20 +34,16 @@ class TensorNames:
     members, then all second ones."""
     prefix: str = "model."  # stands before every name but the head's; some published files leave it out
     ignored: tuple[str, ...] = ()  # endings of stored tensors that are not parameters
-    joined_experts: bool = False  # one tensor holds all experts' gates and ups, another their downs
+    joined_experts: JoinedExperts | None = None  # None: each expert's matrices are tensors of their own
+    in_memory: Mapping[str, str] = field(default_factory=dict)  # names that differ there, beside those of experts
 
     def with_joined_experts(self) -> TensorNames:
         """The layout that `transformers` 5 has in memory for a mixture of experts, and saves unless it converts."""
-        return replace(self, joined_experts=True, inside={**self.inside, **_JOINED_EXPERTS})
+        names = {**_JOINED_EXPERTS, "mlp.router.gate": "mlp.gate", **self.in_memory}
+        return replace(self, joined_experts=JoinedExperts(), inside={**self.inside, **names})
 
 
-JOINED_EXPERTS = "mlp.experts.gate_up_proj"
-_JOINED_EXPERTS = {
-    "mlp.router.gate": "mlp.gate",
-    "mlp.experts.gate": JOINED_EXPERTS,
-    "mlp.experts.up": JOINED_EXPERTS,
-    "mlp.experts.down": "mlp.experts.down_proj",
-}
+JOINED_EXPERTS = ".experts.gate_up_proj"
 OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 ATTENTION = {
     "attention_norm": "input_layernorm",
@@ -70,6 +74,16 @@ def experts_in(block: str, gate: str, up: str, down: str) -> dict[str, str]:
 
 
 EXPERTS = experts_in("mlp", "gate_proj", "up_proj", "down_proj")
+
+
+def joined_experts_in(block: str, both: str = "gate_up_proj", down: str = "down_proj") -> dict[str, str]:
+    """The tensors of joined experts, and of their biases."""
+    names = {"gate": both, "up": both, "down": down}
+    matrices = {f"mlp.experts.{part}": f"{block}.{theirs}" for part, theirs in names.items()}
+    return {**matrices, **{f"{ours}_bias": f"{theirs}_bias" for ours, theirs in matrices.items()}}
+
+
+_JOINED_EXPERTS = joined_experts_in("mlp.experts")
 
 
 def shared_in(theirs: str) -> dict[str, str]:

@@ -174,7 +174,7 @@ def differentiate(forward: Any, backward: Any) -> None:
 
     def gradients(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, sinks, further = ctx.saved_tensors
-        of_sinks = gradient_of_sinks(gradient, *tensors[3:], sinks)
+        of_sinks = gradient_of_sinks(gradient, tensors[3], tensors[4], sinks)
         return *backward(gradient, *tensors, further, *ctx.settings), of_sinks, None, None, None, None, None
 
     def shapes(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Gradients:

@@ -1,9 +1,9 @@
 """Attention sinks: a logit of each head in the denominator of its softmax, which takes weight and gives no value.
 
-A fused kernel knows no sinks, but returns the log-sum-exp L of each query's scores. With the sink s the output is that of
-the kernel times sigmoid(L - s), and its log-sum-exp log(exp(L) + exp(s)). From these two the kernel's own backward pass
-computes exact gradients of queries, keys and values: all it knows of the denominator is that log-sum-exp, and the sink's
-value is zero. (gpt-oss, arXiv 2508.10925, section 2.2; the form is that of Xiao et al. 2024, arXiv 2309.17453.)
+A fused kernel knows no sinks, but returns the log-sum-exp L of each query's scores. With the sink s the output is that
+of the kernel times sigmoid(L - s), and the log-sum-exp is log(exp(L) + exp(s)). From these two the kernel's own
+backward pass computes exact gradients of queries, keys and values: all it knows of the denominator is that log-sum-exp,
+and the sink's value is zero. (gpt-oss, arXiv 2508.10925, section 2.2; after Xiao et al. 2024, arXiv 2309.17453.)
 """
 
 from __future__ import annotations

@@ -275,7 +275,7 @@ class Model(Spec):
     qk_norm_whole: bool = False
     """The queries of all heads are normed together, and the keys (OLMo-2)."""
     attention_sinks: bool = False
-    """Each head has a trained logit in the denominator of its softmax, for a token with nothing to attend to (gpt-oss)."""
+    """Heads have a trained logit in the denominator of their softmax, which takes weight without a value (gpt-oss)."""
     norms_per_layer: int = count(2, minimum=0, maximum=16)
     """Two: before attention and before the MLP. Four: also behind both (Gemma 2). One, in a parallel block, serves both
     (Phi)."""

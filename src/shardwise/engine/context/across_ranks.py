@@ -119,7 +119,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
         *saved, sinks = ctx.saved_tensors
-        of_sinks = gradient_of_sinks(gradient, *saved[3:], sinks)
+        of_sinks = gradient_of_sinks(gradient, saved[3], saved[4], sinks)
         return *ctx.call.backward(BackwardInputs(gradient.contiguous(), *saved)), of_sinks, None
 
 

@@ -5,34 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.interop import keys
-from shardwise.interop.families.shared import BIAS, GROUPED, NUMERICS, RMS, WINDOW
-from shardwise.interop.keys import GATED, GLOBAL, WINDOWED, Config, Family, activation, key, with_defaults
+from shardwise.interop.families.shared import (
+    BIAS,
+    GROUPED,
+    NUMERICS,
+    RMS,
+    WINDOW,
+    listed_every,
+    second_window,
+    written_kinds,
+)
+from shardwise.interop.keys import GATED, Config, Family, activation, key, with_defaults
 from shardwise.interop.tensor_names import ATTENTION, BOTH_NORMS, MLP, stored_as
-from shardwise.spec.errors import SpecError
-from shardwise.spec.model import Model
-
-
-def _layer_kinds(layers: int, every: int) -> list[str]:
-    unwindowed = range(every - 1, layers, every) if every > 1 else range(0)
-    return [GLOBAL if index in unwindowed else WINDOWED for index in range(layers)]
-
-
-def _listed_every(every: Any, config: Config) -> Any:
-    """Gemma lists the kind of every layer: each ``every``-th one attends to all keys."""
-    kinds = config.get("layer_types")
-    if isinstance(kinds, list) and isinstance(every, int) and kinds != _layer_kinds(len(kinds), every):
-        raise SpecError("layer_types", f"do not make every {every}th layer a global one", "correct the config")
-    return every
-
-
-def _second_window(value: Any, config: Config) -> Any:
-    """Gemma 2 has no setting for its pattern; its list of layers has to show it."""
-    _listed_every(2, config)
-    return value
-
-
-def _written_kinds(model: Model) -> dict[str, Any]:
-    return {"layer_types": _layer_kinds(model.layers, model.sliding_window_every)}
 
 
 def _root(value: Any, config: Config) -> Any:
@@ -69,14 +53,14 @@ _GEMMA_2 = Family(
     with_defaults(
         {
             **_GEMMA_2_KEYS,
-            "sliding_window": key("sliding_window", 4096, nullable=True, read=_second_window),
+            "sliding_window": key("sliding_window", 4096, nullable=True, read=second_window),
             "numerics.attention_softcap": key("attn_logit_softcapping", 50.0, nullable=True),
         },
         **{"numerics.logit_softcap": 30.0},
     ),
     {**_GEMMA_NORMS, "norms_per_layer": 4, "sliding_window_every": 2},
     _ONE_DIRECTION,
-    also=_written_kinds,
+    also=written_kinds,
     tensors=stored_as("Gemma2ForCausalLM", ATTENTION, MLP, BOTH_NORMS),
 )
 _GEMMA_3 = Family(
@@ -84,7 +68,7 @@ _GEMMA_3 = Family(
     with_defaults(
         {
             **_GEMMA_2_KEYS,
-            "sliding_window_every": key("sliding_window_pattern|_sliding_window_pattern", 6, read=_listed_every),
+            "sliding_window_every": key("sliding_window_pattern|_sliding_window_pattern", 6, read=listed_every),
             "numerics.rope_theta": key("rope_theta", 1e6, read=keys.rotary("rope_theta", keys.GLOBAL)),
             "numerics.rope_scaling": keys.rope_scaling(keys.GLOBAL),
             "numerics.windowed_rope_theta": key("rope_local_base_freq", 10_000.0, read=keys.read_windowed_theta),
@@ -93,7 +77,7 @@ _GEMMA_3 = Family(
     ),
     {**_GEMMA_NORMS, "norms_per_layer": 4, "qk_norm": True},
     {**_ONE_DIRECTION, "attn_logit_softcapping": None},
-    also=_written_kinds,
+    also=written_kinds,
     tensors=stored_as("Gemma3ForCausalLM", ATTENTION, MLP, BOTH_NORMS),
 )
 

@@ -176,7 +176,8 @@ def _experts(experts: Mapping[str, Any], layers: list[Any]) -> dict[str, Any]:
         "experts": experts["num_experts"], "top_k": router["top_k"], "ffn": _expert_width(experts),
         "shared_ffn": shared["w1"]["out_features"] if shared else 0, "shared_gate": bool(shared and "gate" in shared),
         "dense_layers": dense, "router": router["score_func"],
-        "router_logit_bias": bool(router["gate"].get("bias")), "groups": router.get("num_expert_groups") or 1, "groups_used": router.get("num_limited_groups") or 1,
+        "router_logit_bias": bool(router["gate"].get("bias")),
+        "groups": router.get("num_expert_groups") or 1, "groups_used": router.get("num_limited_groups") or 1,
     }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from shardwise.interop.companions import CONFIG, copy_companions
 from shardwise.interop.huggingface import model_from_hf_config, read_config
 from shardwise.models.huggingface.bitsandbytes import QuantisedTensor, is_part, state_of
+from shardwise.models.huggingface.mxfp4 import MXFP4Tensor, is_in_blocks, with_whole_names
 from shardwise.models.huggingface.tensors import Naming, Slices, TensorPlace
 from shardwise.models.layer import is_behind_layers
 from shardwise.spec.errors import SpecError, shown
@@ -40,6 +41,7 @@ class Folder:
         described = model_from_hf_config(self.path)
         config = read_config(self.path)
         files = _files_of(self.path)
+        files = with_whole_names(files)
         self.states = {name: state for name in files if (state := state_of(name, files)) is not None}
         self.files = {name: file for name, file in files.items() if not is_part(name, files)}
         self.naming = Naming.of_config(config, described, self.files)
@@ -96,8 +98,10 @@ class Folder:
             self._opened[file] = _open(self.path / file)
         try:
             opened = self._opened[file]
-            quantised = name in self.states
-            stored = QuantisedTensor(opened, name, self.states[name]) if quantised else opened.get_slice(name)
+            if name in self.states:
+                stored: Any = QuantisedTensor(opened, name, self.states[name])
+            else:
+                stored = MXFP4Tensor(opened, name) if is_in_blocks(name, opened) else opened.get_slice(name)
         except SafetensorError:
             raise SpecError(theirs, f"is not in {self.path / file}", "download it again") from None
         shape = tuple(stored.get_shape())

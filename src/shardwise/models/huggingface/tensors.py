@@ -14,7 +14,7 @@ from torch import Tensor
 from shardwise.interop.companions import config_for
 from shardwise.interop.families import FAMILIES, family_of
 from shardwise.interop.huggingface import model_from_hf_config
-from shardwise.interop.tensor_names import JOINED_EXPERTS, TensorNames
+from shardwise.interop.tensor_names import JOINED_EXPERTS, JoinedExperts, TensorNames
 from shardwise.models.decoder import Decoder
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.model import Model
@@ -41,17 +41,21 @@ class TensorPlace:
     every: int = 0  # number of fused outputs per head
     joined: bool = False
     """All experts are one stored tensor [experts, outputs, inputs], of whose outputs ours may be a part."""
+    step: int = 1  # distance of our outputs among joined ones
 
     @property
     def outputs(self) -> int:
         """The dimension of a stored tensor that runs over outputs."""
+        if self.joined:
+            return -1 if self.transposed or len(self.shape) == 2 else 1
         return -1 if self.transposed else 0
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         if self.joined:
-            experts, inputs, outputs = self.shape
-            return experts, self.whole or outputs, inputs
+            experts, *inputs, outputs = self.shape
+            wide = self.whole or outputs
+            return (experts, *inputs, wide) if self.outputs == -1 else (experts, wide, *inputs)
         shape = self.shape[1:] if self.stacked else self.shape
         shape = shape[::-1] if self.transposed else shape
         if self.whole is None:
@@ -61,8 +65,10 @@ class TensorPlace:
     def stored_slices(self, slices: Slices) -> Slices:
         """What to read of a stored tensor for ``slices`` of ours (of one expert's matrix, of a stack)."""
         if self.joined:
-            first, last, _ = slices[2].indices(self.shape[2])
-            return slices[0], slice(self.start + first, self.start + last), slices[1]
+            experts, *inputs, outputs = slices
+            first, last, _ = outputs.indices(self.shape[-1])
+            among = slice(self.start + first * self.step, self.start + max(0, (last - 1) * self.step + 1))
+            return (experts, *inputs, among) if self.outputs == -1 else (experts, among, *inputs)
         if self.rotated or self.every:
             return (slice(None), *slices[1:])  # rows change places: all are read, then picked
         if self.whole is not None:
@@ -75,13 +81,15 @@ class TensorPlace:
         if self.rotated or self.every:
             return stored[self._rows()[slices[0]]]
         if self.joined:
-            return stored.transpose(1, 2)
+            return stored[..., :: self.step] if self.outputs == -1 else stored[:, :: self.step].transpose(1, 2)
         return stored.T if self.transposed else stored
 
     def to_stored(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Our tensor as stored tensors, or as a part of a fused one."""
         for name, matrix in zip(self.names, tensor if self.stacked else (tensor,)):
-            if self.rotated:
+            if self.joined:
+                yield name, matrix if self.outputs == -1 else matrix.transpose(1, 2)
+            elif self.rotated:
                 yield name, matrix[self._rows().argsort()]
             else:
                 yield name, matrix.T if self.transposed else matrix
@@ -91,7 +99,8 @@ class TensorPlace:
         if self.every:
             whole[self._rows()] = part
         else:
-            whole.narrow(self.outputs, self.start, part.shape[self.outputs]).copy_(part)
+            last = self.start + part.shape[self.outputs] * self.step
+            whole.movedim(self.outputs, 0)[self.start : last : self.step] = part.movedim(self.outputs, 0)
 
     def stored_rows(self) -> Tensor:
         """Which of our outputs each stored one is, where they are not fused with others."""
@@ -99,11 +108,11 @@ class TensorPlace:
 
     def fused_rows(self) -> Tensor:
         """Where each of our outputs is among the fused ones."""
-        return self._rows() if self.every else self.start + torch.arange(self.outputs_here)
+        return self._rows() if self.every else self.start + self.step * torch.arange(self.outputs_here)
 
     @property
     def outputs_here(self) -> int:
-        return self.shape[2] if self.stacked else self.shape[0]
+        return self.shape[-1] if self.stacked or self.joined else self.shape[0]
 
     def _rows(self) -> Tensor:
         rows = torch.arange(self.shape[0]).view(-1, self.head)
@@ -134,7 +143,8 @@ def _place(
     before = layout.layer.format(index)
     if ".experts." in inner:
         if layout.joined_experts:
-            return _joined(name, shape, before + _theirs(inner, layout.inside, name), inner.rpartition(".")[2])
+            theirs = before + _theirs(inner, layout.inside, name)
+            return _joined(name, shape, theirs, inner.rpartition(".")[2].removesuffix("_bias"), layout.joined_experts)
         theirs = f"{before}{_theirs(inner, layout.inside, name)}.weight"
         names = tuple(theirs.format(expert) for expert in range(shape[0]))
         return TensorPlace(name, shape, names, stacked=True, transposed=True)
@@ -148,11 +158,12 @@ def _place(
     return TensorPlace(name, shape, names, False, transposed, start, whole, head, rotated, every)
 
 
-def _joined(name: str, shape: tuple[int, ...], theirs: str, part: str) -> TensorPlace:
-    """Gate, then up, make one tensor; down is another."""
-    outputs = shape[2]
-    start, whole = {"gate": (0, 2 * outputs), "up": (outputs, 2 * outputs)}.get(part, (0, outputs))
-    return TensorPlace(name, shape, (theirs,), start=start, whole=whole, joined=True)
+def _joined(name: str, shape: tuple[int, ...], theirs: str, part: str, how: JoinedExperts) -> TensorPlace:
+    """Gate and up make one tensor; down is another."""
+    outputs, step = shape[-1], 2 if how.alternating and part != "down" else 1
+    start = 0 if part != "up" else 1 if how.alternating else outputs
+    whole = outputs if part == "down" else 2 * outputs
+    return TensorPlace(name, shape, (theirs,), False, how.transposed, start, whole, joined=True, step=step)
 
 
 def _theirs(module: str, names: Mapping[str, str], name: str) -> str:
@@ -198,7 +209,7 @@ class Naming:
         described, layout = model or model_from_hf_config(config), _layout_of(config)
         first = layout.layer.format(described.layers) + layout.inside.get("joined", "")
         modules = described.mtp_layers if f"{first}.weight" in present else 0
-        if any(name.endswith(JOINED_EXPERTS) for name in present):
+        if layout.joined_experts is None and any(name.endswith(JOINED_EXPERTS) for name in present):
             layout = layout.with_joined_experts()
         return cls(replace(described, mtp_layers=modules), layout, config)
 
