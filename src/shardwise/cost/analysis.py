@@ -13,7 +13,6 @@ from shardwise.cost.step.prediction import predict
 from shardwise.cost.step.simulation import COMMUNICATION, SimulatedStep, simulated_step, step_parts, traffics_of
 from shardwise.cost.traffic.traffic import Traffic
 from shardwise.spec.efficiency import Efficiency
-from shardwise.spec.fine_tuning import PARTS_OF_LAYERS
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import active_parameter_count, parameter_count, trained_parameters
 from shardwise.spec.rules import sequence_note
@@ -168,7 +167,7 @@ class Analysis:
         generic = device.efficiency.source == Efficiency().source
         assumed = f"no measurement of {device.name}: its step is predicted with generic efficiencies" if generic else ""
         longer = sequence_note(self.job.model, self.job.training)
-        of_job = (_experts_note(self.job), lengths_note(self.job), _unlike_layers_note(self.job))
+        of_job = (_experts_note(self.job), lengths_note(self.job))
         return tuple(note for note in (rounded, assumed, longer, *of_job) if note)
 
 
@@ -177,20 +176,6 @@ def _experts_note(job: Job) -> str:
     if job.model.moe is None or wide == recipe.compute:
         return ""
     return f"{job.stack.name} multiplies routed experts in {wide}, not in {recipe.compute}"
-
-
-def _unlike_layers_note(job: Job) -> str:
-    """Where stages train unlike layers, which are priced alike (`RankContents`)."""
-    tuning = job.training.tuning
-    if job.strategy.pp == 1 or tuning.everything:
-        return ""
-    trained = {
-        (tuning.adapted_share([layer]), *(tuning.trains(part, layer) for part in PARTS_OF_LAYERS))
-        for layer in range(job.model.layers)
-    }
-    if len(trained) == 1:
-        return ""
-    return "not all layers are trained alike, and stages hold different ones: each is priced as the mean of all layers"
 
 
 def lengths_note(job: Job) -> str:

@@ -9,7 +9,7 @@ from itertools import accumulate
 from operator import add
 from typing import Any, NamedTuple
 
-from shardwise.spec.fine_tuning import EVERYTHING
+from shardwise.spec.fine_tuning import EVERYTHING, Tuning
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 from shardwise.spec.parameters import (
@@ -30,7 +30,7 @@ class RankContents:
     Layers include those of multi-token-prediction modules, which sit beside the head. ``layer_matrices`` are
     weight matrices inside layers (what Muon treats as matrices), ``others`` norms, embeddings and head;
     ``experts`` are the routed ones, which have their own data-parallel group. Those three are trained, adapters
-    included; the frozen ones have no gradients and states. Layers are the mean of all layers of their kind.
+    included; the frozen ones have no gradients and states. Layers are the mean of the rank's layers of their kind.
     """
 
     rank: int
@@ -46,6 +46,9 @@ class RankContents:
     frozen_experts: float = 0.0
     reference: float = 0.0
     """Of a second, frozen copy of the model, experts included."""
+    frozen_above: float = 0.0
+    """Of ``frozen_matrices``, those that a gradient flows through: below the first trained layer there are none."""
+    frozen_experts_above: float = 0.0
 
     @property
     def layers(self) -> int:
@@ -100,13 +103,14 @@ def _rank_contents(job: Job, rank: int, stages: tuple[tuple[int, int], ...]) -> 
         "expert_parallel": strategy.ep,
         "expert_tensor_parallel": strategy.expert_tensor_parallel,
     }
-    tuning, ends = job.training.tuning, _Ends(0.0, 0.0)
+    tuning, ends = tuned_at(job, rank).training.tuning, _Ends(0.0, 0.0)
     kinds = zip(_summed(stages, held), (False, True))
     layers = [
         (count, tuned_layer(model, tuning, layers_of_kind(model, moe=routed), moe=routed, **degrees))
         for count, routed in kinds
         if count
     ]
+    above = _frozen_above(job, rank, degrees) if job.training.freezes else (0.0, 0.0)
     if last in held and model.mtp_layers:
         layers.append((model.mtp_layers, prediction_module_parameters(model, tuning, **degrees)))
     if 0 in held:
@@ -124,13 +128,68 @@ def _rank_contents(job: Job, rank: int, stages: tuple[tuple[int, int], ...]) -> 
         for kept, at_ends in (("trained", ends.trained), ("frozen", ends.frozen))
     )
     copied = _whole(job, rank, stages) if job.training.reference_copy else 0.0
-    return RankContents(rank, dense, moe, 0 in chunks, last in chunks, *trained, *frozen, copied)
+    return RankContents(rank, dense, moe, 0 in chunks, last in chunks, *trained, *frozen, copied, *above)
+
+
+def _frozen_above(job: Job, rank: int, degrees: dict[str, int]) -> tuple[float, float]:
+    """Matrices and experts of a rank that are frozen and that a gradient flows through."""
+    model, tuning, matrices, experts = job.model, job.training.tuning, 0.0, 0.0
+    first = tuning.first_trained(model)
+    flowing = () if first is None else tuple(layer for layer in layers_held(job, rank) if layer >= first)
+    for routed in (False, True):
+        layers = [layer for layer in layers_of_kind(model, moe=routed) if layer in flowing]
+        if layers:
+            frozen = tuned_layer(model, tuning.over(layers), layers, moe=routed, **degrees).frozen
+            matrices += len(layers) * (frozen.dense - frozen.norms)
+            experts += len(layers) * frozen.experts
+    return matrices, experts
 
 
 def _whole(job: Job, rank: int, stages: tuple[tuple[int, int], ...]) -> float:
     """Parameters of a rank's part of the model without adapters."""
     plain = job.training.unchecked(task="pretrain", tuning=EVERYTHING)
     return _rank_contents(job.unchecked(training=plain), rank, stages).total
+
+
+# -- Where some layers are tuned and others are not, each rank is priced as its own layers are
+
+
+def tuned_at(job: Job, rank: int) -> Job:
+    """The job with the tuning of a pipeline rank's layers in place of the mean of all."""
+    return job if _tuned_alike(job) else tuned_over(job, layers_held(job, rank))
+
+
+def tuned_over(job: Job, layers: Iterable[int]) -> Job:
+    """The job with the tuning of some layers."""
+    if _tuned_alike(job):
+        return job
+    return job.unchecked(training=job.training.unchecked(tuning=job.training.tuning.over(layers)))
+
+
+def tuned_kinds(job: Job, rank: int) -> tuple[tuple[bool, ...], ...]:
+    """How the layers of a pipeline rank are tuned: equal for ranks that are priced alike; empty where all ranks are."""
+    if _tuned_alike(job):
+        return ()
+    model, tuning = job.model, job.training.tuning
+    of_layers = ((model.is_moe_layer(layer), *tuning.kind_of(layer, model)) for layer in layers_held(job, rank))
+    return tuple(sorted(of_layers))
+
+
+def layers_held(job: Job, rank: int) -> tuple[int, ...]:
+    """The layers whose parameters a pipeline rank holds, those of prediction modules included."""
+    layers = built_layers(job)
+    return tuple(layer for stage in _held_by_rank(job, rank) for layer in layers[stage])
+
+
+def _tuned_alike(job: Job) -> bool:
+    """Whether all pipeline ranks are priced as the mean of all layers."""
+    tuning = job.training.tuning
+    return job.strategy.pp == 1 or tuning.everything or layers_tuned_alike(job.model, tuning)
+
+
+@lru_cache
+def layers_tuned_alike(model: Model, tuning: Tuning) -> bool:
+    return len({tuning.kind_of(layer, model) for layer in range(model.layers + model.mtp_layers)}) == 1
 
 
 @lru_cache
@@ -213,6 +272,7 @@ def rank_kinds(job: Job, ranks: Iterable[int]) -> dict[RankContents, tuple[int, 
     for rank in ranks:
         chunks, held = stages_of_rank(job, rank), _held_by_rank(job, rank)
         kind = (_summed(stages, chunks), _summed(stages, held), *(end in chunks for end in ends))
+        kind = (*kind, tuned_kinds(job, rank))
         alike.setdefault(kind, []).append(rank)
     return {_rank_contents(job, members[0], stages): tuple(members) for members in alike.values()}
 
@@ -221,6 +281,6 @@ def pipeline_ranks_to_price(job: Job) -> tuple[int, ...]:
     """Pipeline ranks whose figures differ: all of a small pipeline, the ends and the middle of a large one."""
     p = job.strategy.pp
     uneven = job.strategy.stage_layers != "even" or job.model.moe_layers not in (0, job.model.layers)
-    if p <= 8 or (uneven and p <= 64):
+    if p <= 8 or (uneven and p <= 64) or not _tuned_alike(job):
         return tuple(range(p))
     return (0, 1, p // 2, p - 1)

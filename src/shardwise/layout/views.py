@@ -1,4 +1,4 @@
-"""A job as some of its ranks see it: with the degrees of their stage, on devices of their kind.
+"""A job as some of its ranks see it: with the degrees and the tuned layers of their stage, on devices of their kind.
 
 Everything that is priced rank by rank is priced in such a view, which is a plain job; that of a job whose ranks are
 all alike is the job itself.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shardwise.layout.groups import coordinate, coordinates, first_rank, stage_of
-from shardwise.layout.stages import pipeline_ranks_to_price
+from shardwise.layout.stages import pipeline_ranks_to_price, tuned_at
 from shardwise.spec.clusters import mixed_kinds
 from shardwise.spec.errors import SpecError
 from shardwise.spec.hardware import Cluster
@@ -22,9 +22,14 @@ def is_unlike(job: Job) -> bool:
     return job.strategy.has_unlike_stages or mixed_kinds(job.cluster) is not None
 
 
+def _at_stage(job: Job, pipeline_rank: int) -> Job:
+    """With the degrees of a stage, and the tuning of its layers."""
+    return tuned_at(job.of_stage(pipeline_rank), pipeline_rank)
+
+
 def held_by(job: Job, pipeline_rank: int) -> tuple[Job, ...]:
     """What decides the memory of a pipeline rank: one view for every kind of device that it is on."""
-    own, mixed = job.of_stage(pipeline_rank), mixed_kinds(job.cluster)
+    own, mixed = _at_stage(job, pipeline_rank), mixed_kinds(job.cluster)
     if mixed is None:
         return (own,)
     across = across_kinds(mixed, job.strategy)
@@ -35,7 +40,7 @@ def held_by(job: Job, pipeline_rank: int) -> tuple[Job, ...]:
 
 def timed_on(job: Job, pipeline_rank: int) -> Job:
     """What decides the time of a pipeline rank: as many stages again beyond the network between the kinds."""
-    own, mixed = job.of_stage(pipeline_rank), mixed_kinds(job.cluster)
+    own, mixed = _at_stage(job, pipeline_rank), mixed_kinds(job.cluster)
     if mixed is None:
         return _with_all_devices(own)
     across = across_kinds(mixed, job.strategy)
@@ -95,7 +100,7 @@ def seen_by(job: Job, rank: int) -> Job:
     For what does not depend on a network: bytes, memory, arithmetic. All its devices are on one level.
     """
     strategy, mixed = job.strategy, mixed_kinds(job.cluster)
-    own = _with_all_devices(job.of_stage(coordinate(strategy, "pp", rank)))
+    own = _with_all_devices(_at_stage(job, coordinate(strategy, "pp", rank)))
     if strategy.dp_shares is not None:
         rows = len(job.rows_of(coordinate(strategy, "dp", rank)))
         own = own.unchecked(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, get_args
 
@@ -183,6 +183,16 @@ class Tuning:
     adapters: Adapters | None = None
     patterns: tuple[TrainedPattern, ...] = ()
     base: BaseFormat = BASE_FORMATS["computed"]
+    of_layers: frozenset[int] | None = None
+    """The layers that shares are of, such as those of a stage; None: all."""
+
+    def over(self, layers: Iterable[int] | None) -> Tuning:
+        """The same, with shares of some layers, or of all."""
+        return replace(self, of_layers=None if layers is None else frozenset(layers))
+
+    def meant(self, layers: Iterable[int]) -> tuple[int, ...]:
+        """Those of some layers that shares are of."""
+        return tuple(layer for layer in layers if self.of_layers is None or layer in self.of_layers)
 
     @property
     def everything(self) -> bool:
@@ -195,14 +205,14 @@ class Tuning:
 
     def trained_share(self, part: Part, layers: Iterable[int]) -> float:
         """The share of some layers whose ``part`` is trained."""
-        layers = tuple(layers)
+        layers = self.meant(layers)
         if self.everything or not layers:
             return 1.0 * self.everything
         return sum(self.trains(part, layer) for layer in layers) / len(layers)
 
     def adapted_share(self, layers: Iterable[int]) -> float:
         """The share of some layers that have adapters."""
-        layers = tuple(layers)
+        layers = self.meant(layers)
         if self.adapters is None or not layers:
             return 0.0
         return sum(map(self.adapters.adapts_layer, layers)) / len(layers)
@@ -217,6 +227,13 @@ class Tuning:
         if self.trains("embedding"):
             return -1
         return next((layer for layer in range(model.layers + model.mtp_layers) if self.trains_in(layer)), None)
+
+    def kind_of(self, layer: int, model: Model) -> tuple[bool, ...]:
+        """Equal for layers that are tuned alike: what of them is trained, and whether a gradient flows through them."""
+        first = self.first_trained(model)
+        flows = first is not None and layer >= first
+        adapted = self.adapters is not None and self.adapters.adapts_layer(layer)
+        return flows, adapted, *(self.trains(part, layer) for part in PARTS_OF_LAYERS)
 
 
 EVERYTHING = Tuning()

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 
 from shardwise.accuracy.vocabulary import cut
-from shardwise.cost.analysis import analyze
 from shardwise.cost.memory.activations import SavedRole, layer_activation_bytes, layer_saved_tensors
-from shardwise.cost.memory.device import peak_memory
+from shardwise.cost.memory.device import device_memories, peak_memory
 from shardwise.cost.step.prediction import predict
+from shardwise.cost.step.simulation import rank_predictions
+from shardwise.layout.payloads import Role, sent_backward
+from shardwise.layout.stages import rank_contents
 from shardwise.spec import Job
 from shardwise.spec.clusters import cluster_from
+from shardwise.spec.parameters import layer_parameters
 
 TOKENS, LAYERS, HIDDEN = 2 * 4096, 32, 4096
 
@@ -140,24 +143,6 @@ def test_casts_of_adapters_take_time_and_fused_ones_least() -> None:
     assert fused < plain < fp32 < 1.3 * fused
 
 
-@pytest.mark.parametrize(
-    ("tuning", "pp", "noted"),
-    [
-        ({"adapters": {"layers": [30, 31]}}, 2, True),
-        ({"trained": ["layers.16-31"]}, 4, True),
-        ({"trained": ["embedding", "layers.3.attention"]}, 2, True),
-        ({"adapters": {"layers": [30, 31]}}, 1, False),
-        ({"adapters": {}, "trained": ["norms", "head"]}, 2, False),
-        ({}, 2, False),
-    ],
-)
-def test_stages_that_train_unlike_layers_are_noted(tuning: dict[str, Any], pp: int, noted: bool) -> None:
-    training = {"seq": 4096, "global_batch": 8, **tuning}
-    one = Job.from_dict({"model": "mistral-7b", "cluster": "dgx-a100:1", "strategy": {"pp": pp, "dp": 8 // pp},
-                         "training": training})  # fmt: skip
-    assert noted == any("mean of all layers" in note for note in analyze(one).notes)
-
-
 def test_adapters_in_units_of_their_own_take_the_host_and_hide_no_gather() -> None:
     def seconds(units: str, **case: Any) -> float:
         return predict(job({"adapter_units": units}, 4, **case)).step_seconds
@@ -168,3 +153,28 @@ def test_adapters_in_units_of_their_own_take_the_host_and_hide_no_gather() -> No
     assert 0 < seconds("own", **long) - seconds("shared", **long) < 0.1 * seconds("shared", **long)
     whole = {"strategy": {"zero": 0}}
     assert seconds("own", **whole, **long) == seconds("shared", **whole, **long)
+
+
+def test_stages_are_priced_as_their_own_layers_are_tuned() -> None:
+    """Below the first trained layer nothing runs backward; only what is trained has gradients and states."""
+    training = {"seq": 4096, "global_batch": 8, "trained": ["layers.28-31"]}
+    last = Job.from_dict({"model": "mistral-7b", "cluster": "dgx-a100:1", "strategy": {"pp": 4, "dp": 2, "zero": 3},
+                          "training": training, "stack": "shardwise"})  # fmt: skip
+    *below, top = device_memories(last)
+    trained = rank_contents(last, 3).total
+    assert trained == 4 * layer_parameters(last.model, moe=False).total
+    for memory in below:
+        assert memory.gradients == memory.optimizer == memory.recomputed == 0
+        assert memory.activations < 0.001 * top.activations
+    stages = rank_predictions(predict(last))
+    call = last.cluster.device.efficiency.stage_call_seconds
+    assert all(stage.compute.backward == pytest.approx(call) for stage in stages[:-1])
+    assert stages[-1].compute.backward > 0.5 * stages[-1].compute.forward
+    again, sums = (
+        [
+            sum(t.bytes_sent for t in stage.traffics if (t.dimension, t.payload) == ("dp", sent_backward(role)))
+            for stage in stages
+        ]
+        for role in (Role.PARAMETERS, Role.GRADIENTS)
+    )
+    assert again[:-1] == sums[:-1] == [0, 0, 0] and again[-1] > 0 and sums[-1] > 0

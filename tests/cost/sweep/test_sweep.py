@@ -16,10 +16,11 @@ from shardwise.cost.memory.device import device_memories, peak_memory
 from shardwise.cost.step.prediction import predict
 from shardwise.cost.sweep.columns import Group, LayerChoice, RecomputeChoice, ScheduleChoice, ShardChoice
 from shardwise.cost.sweep.price import TablePricer
-from shardwise.layout.stages import rank_kinds
+from shardwise.layout.stages import rank_contents, rank_kinds
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
+from shardwise.spec.parameters import trained_parameters
 from shardwise.spec.stack import stack_from
 from shardwise.spec.strategy import Offload
 from shardwise.spec.training import Training
@@ -100,6 +101,35 @@ def test_what_is_tuned_too(job: Job, tuning: dict[str, Any], of_experts: bool) -
     assert seconds == pytest.approx(predict(job).step_seconds, rel=1e-9)
     assert memory == pytest.approx(peak_memory(job).total, rel=1e-13)
     assert host == pytest.approx(max(device.host for device in device_memories(job)), rel=1e-13)
+
+
+PARTS = ("", ".attention", ".mlp", ".experts", ".norms", ".router")
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(valid_jobs(), strategies.data())
+def test_stages_whose_layers_are_tuned_unlike(job: Job, data: strategies.DataObject) -> None:
+    layer = strategies.integers(0, job.model.layers - 1)
+    pattern = strategies.tuples(layer, layer, strategies.sampled_from(PARTS)).map(
+        lambda drawn: f"layers.{min(drawn[:2])}-{max(drawn[:2])}{drawn[2]}"
+    )
+    trained = data.draw(strategies.lists(pattern, max_size=2))
+    adapted = data.draw(strategies.sets(layer, max_size=4))
+    tuning = {"trained": trained} | ({"adapters": {"layers": sorted(adapted)}} if adapted else {})
+    try:
+        job = replace(job, training=Training.from_dict(job.training.to_dict() | tuning))
+    except SpecError:
+        assume(False)
+    assume(job.training.freezes)
+    seconds, memory, _ = table_of(job)
+    assert seconds == pytest.approx(predict(job).step_seconds, rel=1e-9)
+    assert memory == pytest.approx(peak_memory(job).total, rel=1e-13)
+    held = [rank_contents(job, rank) for rank in range(job.strategy.pp)]
+    if (
+        job.strategy.tp * job.strategy.ep * job.strategy.expert_tensor_parallel == 1
+        and job.strategy.schedule != "dualpipe"
+    ):
+        assert sum(one.total for one in held) == pytest.approx(trained_parameters(job.model, job.training.tuning))
 
 
 @settings(max_examples=examples(100), deadline=None)

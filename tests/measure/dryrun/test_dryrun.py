@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from shardwise.layout.groups import rank_at
 from shardwise.measure.dryrun.result import DryRun
 from shardwise.measure.dryrun.run import dry_run
 from shardwise.spec.job import Job
@@ -144,6 +145,20 @@ def test_bytes_of_what_is_tuned_are_as_planned(model: dict[str, Any], strategy: 
     wide = {**model, "layers": 24, "hidden": 256}
     found = dry_run(job(wide, {**strategy, "dp": 4}, 4, **TUNED[tuning]))
     assert [line for line in differing(found, memory=False) if line.startswith("tp")] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "stage"),
+    [({"dp": 4, "zero": 3}, 0), ({"dp": 4, "zero": 3}, 1), ({"tp": 2, "dp": 2, "recompute": "full"}, 1)],
+    ids=["below", "sharded", "split"],
+)
+def test_each_stage_sends_what_its_own_layers_need(strategy: dict[str, Any], stage: int) -> None:
+    """The layers of the first stage are frozen, and so is half of the second, through which no gradient flows."""
+    wide = {**DEEPER, "layers": 48, "hidden": 256}
+    planned = job(wide, {**strategy, "pp": 2}, 16, trained=["layers.36-47"])
+    found = dry_run(planned, rank=rank_at(planned.strategy, {"pp": stage}))
+    assert differing(found, memory=False) == []
 
 
 # -- memory: of real models ---------------------------------------------------------------------------

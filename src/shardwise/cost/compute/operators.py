@@ -126,9 +126,19 @@ def ends_with_product(model: Model, *, moe: bool) -> bool:
 
 def gradient_share(model: Model, tuning: Tuning) -> float:
     """Share of the layers through which a gradient flows: none does below the first that has something to train."""
-    first = tuning.first_trained(model)
-    layers = model.layers + model.mtp_layers
-    return 0.0 if first is None else 1 - max(0, first) / layers
+    if tuning.everything:
+        return 1.0
+    first, layers = tuning.first_trained(model), model.layers + model.mtp_layers
+    if first is None:
+        return 0.0
+    if tuning.of_layers is None:
+        return 1 - max(0, first) / layers
+    return sum(layer >= first for layer in tuning.of_layers) / max(1, len(tuning.of_layers))
+
+
+def reaches_head(model: Model, tuning: Tuning) -> bool:
+    """Whether a gradient flows through the head to what is trained before it."""
+    return tuning.first_trained(model) is not None or tuning.trains("norms")
 
 
 def trains_head(model: Model, tuning: Tuning) -> bool:
@@ -349,7 +359,7 @@ def ends_operators(model: Model, shape: LayerShape, tuning: Tuning = EVERYTHING)
     operators = head_operators(model, shape) + model.mtp_layers * prediction_operators(model, shape)
     if tuning.everything:
         return operators
-    flows = 1.0 * (gradient_share(model, tuning) > 0 or tuning.trains("norms"))
+    flows = 1.0 * reaches_head(model, tuning)
     trained = 1.0 * trains_head(model, tuning)
     return tuple(
         replace(operator, flows=flows, trained=trained)
@@ -397,6 +407,11 @@ def fully_recomputed_share(job: Job, contents: RankContents) -> float:
     return float(recomputed_share(wanted, contents.layers))
 
 
+def run_again_share(job: Job, contents: RankContents) -> float:
+    """Share of a rank's layers that run again: those that full recompute covers and that have a backward pass."""
+    return fully_recomputed_share(job, contents) * gradient_share(job.model, job.training.tuning)
+
+
 def layers_stay_whole(wanted: Any, layers: Any, chunks: Any) -> Any:
     """Whether every stage of a rank ends with layers that are not recomputed, whose backward passes come first."""
     return (wanted > 0) & (wanted <= layers - chunks)
@@ -420,7 +435,14 @@ def recomputed_layer_bytes(kinds: Iterable[tuple[Any, Any]]) -> Any:
 
 
 def share_run_again(job: Job, operator: Operator, full_share: float) -> float:
-    """Share of an operator's forward pass that recompute runs again, because it is named or with its whole layer."""
+    """Share of an operator's forward pass that recompute runs again, because it is named or with its whole layer.
+
+    A layer without a backward pass is not run again.
+    """
+    return gradient_share(job.model, job.training.tuning) * _share_named(job, operator, full_share)
+
+
+def _share_named(job: Job, operator: Operator, full_share: float) -> float:
     if operator.recomputed_by and operator.recomputed_by in job.recomputed_operators:
         return 1.0
     if operator.in_mixture and "experts" in job.recomputed_operators:

@@ -19,6 +19,7 @@ from shardwise.cost.compute.operators import (
     fully_recomputed_share,
     gradient_share,
     layer_operators,
+    reaches_head,
     share_run_again,
     trains_head,
 )
@@ -27,7 +28,7 @@ from shardwise.cost.step.stage_time import StageSeconds, layer_shape, optimizer_
 from shardwise.cost.traffic.execution import in_its_step, step_traffic
 from shardwise.cost.traffic.traffic import ComputeWindows, OverlappedTransfer, Traffic, with_exposed_seconds
 from shardwise.layout.sharding import sharding_of
-from shardwise.layout.stages import RankContents, rank_contents, rank_kinds
+from shardwise.layout.stages import RankContents, rank_contents, rank_kinds, tuned_at, tuned_kinds
 from shardwise.layout.views import is_unlike, replicas_by_kind, timed_on
 from shardwise.pipeline import bubble_seconds as idle_seconds
 from shardwise.spec.hardware import Cluster
@@ -234,7 +235,7 @@ def predict(job: Job) -> Prediction:
     if is_unlike(job):
         return _of_unlike_stages(job)
     kinds = rank_kinds(job, range(job.strategy.pp))
-    ranks = tuple(rank_prediction(job, contents) for contents in kinds)
+    ranks = tuple(rank_prediction(tuned_at(job, contents.rank), contents) for contents in kinds)
     return Prediction(job, ranks, tuple(len(members) for members in kinds.values()))
 
 
@@ -244,7 +245,7 @@ def _of_unlike_stages(job: Job) -> Prediction:
     ranks = []
     for number in range(job.strategy.pp):
         view, contents = timed_on(job, number), rank_contents(job.of_stage(number), number)
-        key = (view.strategy, view.cluster, replace(contents, rank=0))
+        key = (view.strategy, view.cluster, tuned_kinds(job, number), replace(contents, rank=0))
         if key not in known:
             known[key] = rank_prediction(view, contents)
         ranks.append(known[key])
@@ -322,7 +323,7 @@ def stage_compute(job: Job, contents: RankContents) -> StageCompute:
         again_attention += scores * _run_again(job, operators, "attention", share)
     after_layers = head_forward_flops(job.model) + prediction_forward_flops(job.model)
     head = after_layers * tokens / wide_peak if contents.has_head else 0.0
-    of_head = flows * head, trains_head(job.model, tuning) * head
+    of_head = reaches_head(job.model, tuning) * head, trains_head(job.model, tuning) * head
     return StageCompute(
         matrices + head, attention, again_matrices, again_attention, share * weights,
         inputs + of_head[0], weights + of_head[1], 2 * flows * attention, job.training.forward_passes,

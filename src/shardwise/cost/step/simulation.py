@@ -15,7 +15,7 @@ from shardwise.cost.traffic.pipeline import message_traffic
 from shardwise.cost.traffic.traffic import IN_LAYER, Traffic
 from shardwise.layout.payloads import Payload, Role, sent_forward
 from shardwise.layout.sharding import sharding_of
-from shardwise.layout.stages import RankContents, placement, rank_contents, stage_contents, stages_of_rank
+from shardwise.layout.stages import built_layers, placement, rank_kinds, stage_contents, stages_of_rank, tuned_over
 from shardwise.layout.views import is_unlike, message_views, replicas_by_kind, same_kind
 from shardwise.pipeline import StageTimes, Timeline, build, simulate, stage_times
 from shardwise.pipeline.steady import simulated_pipeline
@@ -174,13 +174,9 @@ def rank_predictions(prediction: Prediction) -> list[RankPrediction]:
     """The prediction of every pipeline rank: that of its kind."""
     if len(prediction.ranks) == prediction.job.strategy.pp:
         return list(prediction.ranks)
-    kinds = {_kind(rank.contents): rank for rank in prediction.ranks}
-    return [kinds[_kind(rank_contents(prediction.job, number))] for number in range(prediction.job.strategy.pp)]
-
-
-def _kind(contents: RankContents) -> tuple[int, int, bool, bool]:
-    """What decides how long a rank takes (``rank_kinds``)."""
-    return contents.dense_layers, contents.moe_layers, contents.has_embedding, contents.has_head
+    members = rank_kinds(prediction.job, range(prediction.job.strategy.pp)).values()
+    of_rank = {number: rank for rank, numbers in zip(prediction.ranks, members) for number in numbers}
+    return [of_rank[number] for number in range(prediction.job.strategy.pp)]
 
 
 def seconds_of_stages(job: Job, rank: RankPrediction, stages: tuple[int, ...]) -> list[tuple[float, float, float]]:
@@ -192,7 +188,8 @@ def seconds_of_stages(job: Job, rank: RankPrediction, stages: tuple[int, ...]) -
     whole = rank.passes.passes
     if len(stages) == 1:
         return [whole]
-    alone = [part_seconds(job, stage_contents(job, stage)) for stage in stages]
+    layers = built_layers(job)
+    alone = [part_seconds(tuned_over(job, layers[stage]), stage_contents(job, stage)) for stage in stages]
     call = job.cluster.device.efficiency.stage_call_seconds
     columns = zip(*((passes.forward + call, passes.input_gradient + call, passes.weight_gradient) for passes in alone))
     parts = []

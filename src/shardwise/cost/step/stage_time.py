@@ -14,6 +14,7 @@ from shardwise.cost.compute.operators import (
     OperatorRole,
     ends_operators,
     fully_recomputed_share,
+    gradient_share,
     layer_operators,
     share_run_again,
 )
@@ -117,15 +118,16 @@ def _layers(job: Job, contents: RankContents, full_share: float) -> Iterator[tup
                 yield operator, seconds * count, again * seconds.forward * count
             each_pass = _host_of_layer(job, moe=moe) / _PASSES
             again = max(0.0, each_pass * kernels_repeated / kernels - repeated)
-            yield _HOST, _beyond_kernels(each_pass, whole) * count, again * count
+            flows = gradient_share(job.model, job.training.tuning)
+            yield _HOST, _beyond_kernels(each_pass, flows * each_pass, whole) * count, again * count
 
 
-def _beyond_kernels(each_pass: float, layer: Seconds) -> Seconds:
+def _beyond_kernels(forward: float, gradient: float, layer: Seconds) -> Seconds:
     """How much longer the host takes than a layer's kernels; it launches both gradients one after the other."""
-    backward = max(2 * each_pass, layer.backward)
-    weights = max(layer.weight_gradient, min(each_pass, backward - layer.input_gradient))
+    backward = max(2 * gradient, layer.backward)
+    weights = max(layer.weight_gradient, min(gradient, backward - layer.input_gradient))
     inputs = backward - weights - layer.input_gradient
-    return Seconds(max(0.0, each_pass - layer.forward), inputs, weights - layer.weight_gradient)
+    return Seconds(max(0.0, forward - layer.forward), inputs, weights - layer.weight_gradient)
 
 
 _PASSES = 3  # an operator has its kernels in each: forward, gradients of inputs, gradients of weights
@@ -207,7 +209,7 @@ def unslowed_seconds(job: Job) -> tuple[float, float, float]:
     Through the whole model, not one rank's part, since all of a step runs at one clock.
     """
     device, recipe, stack, model = job.cluster.device, job.training.recipe, job.running_stack, job.model
-    tuning = job.training.tuning
+    tuning = job.training.tuning.over(None)
     shape, other, slowed = layer_shape(job), 0.0, {"product": 0.0, "attention": 0.0, "traffic": 0.0}
     layers = ((model.layers - model.moe_layers, False), (model.moe_layers, True))
     parts = [(count, layer_operators(model, shape, moe=moe, tuning=tuning)) for count, moe in layers if count]
@@ -240,15 +242,14 @@ def step_overhead(job: Job) -> float:
 
 def _launches(job: Job) -> float:
     """Seconds that the host takes to launch the layers of a step."""
-    efficiency, model = job.cluster.device.efficiency, job.model
+    efficiency, model, tuning = job.cluster.device.efficiency, job.model, job.training.tuning.over(None)
     total = 0.0
     for count, moe in ((model.layers - model.moe_layers, False), (model.moe_layers, True)):
         if count and efficiency.own is not None:
             total += count * _host_seconds(job, efficiency.own.host_seconds, moe=moe)
         elif count:
             kernels = sum(
-                operator.kernels
-                for operator in layer_operators(model, layer_shape(job), moe=moe, tuning=job.training.tuning)
+                operator.kernels for operator in layer_operators(model, layer_shape(job), moe=moe, tuning=tuning)
             )
             total += count * _PASSES * kernels * efficiency.operator_seconds
     return job.microbatches * total

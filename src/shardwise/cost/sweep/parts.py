@@ -31,7 +31,7 @@ from shardwise.cost.traffic.tensor import replicated_gradient_traffic, tensor_tr
 from shardwise.cost.traffic.traffic import Traffic, Window
 from shardwise.layout.payloads import Pass, Payload, Role, sent_forward
 from shardwise.layout.sharding import Sharding
-from shardwise.layout.stages import RankContents
+from shardwise.layout.stages import RankContents, tuned_at, tuned_kinds
 from shardwise.spec.job import Job
 from shardwise.spec.strategy import Strategy
 
@@ -139,9 +139,26 @@ class PartBook:
         self.job = job
         self.links = tuple(dict.fromkeys(level.name for level in job.cluster.levels))
         self.line_width = 3 + len(self.links)
+        self._tuned: dict[tuple[Any, ...], PartBook] = {}
         self._parts: dict[tuple[Any, ...], Parts] = {}
         self._pieces: dict[tuple[Any, ...], Any] = {}
         self._stacks: dict[tuple[int, ...], PartStack] = {}
+
+    def of_ranks(self, group: Group) -> tuple[PartBook, ...]:
+        """The book of each kind of rank, for what its layers are tuned; one for all where that is alike."""
+        strategy = group.base.unchecked(**vars(group.schedules[0]))
+        job = self.job.unchecked(strategy=strategy)
+        books = tuple(self._of_rank(job, members[0]) for members in group.members)
+        return books if len(set(books)) > 1 else books[:1]
+
+    def _of_rank(self, job: Job, rank: int) -> PartBook:
+        kinds = tuned_kinds(job, rank)
+        if not kinds:
+            return self
+        if kinds not in self._tuned:
+            training = tuned_at(job, rank).training
+            self._tuned[kinds] = PartBook(self.job.unchecked(training=training))
+        return self._tuned[kinds]
 
     def parts(self, group: Group, layer: LayerChoice) -> Parts:
         base, places = group.base, group.places

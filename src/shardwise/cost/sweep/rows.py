@@ -36,7 +36,6 @@ from shardwise.cost.traffic.data import last_share
 from shardwise.cost.traffic.expert import beside_other_microbatches
 from shardwise.cost.traffic.traffic import ComputeWindows, OverlappedTransfer, hidden_in_layers, layer_windows
 from shardwise.layout.payloads import PASSES, Pass
-from shardwise.layout.stages import RankContents
 from shardwise.spec.schedules import schedule_record
 
 if TYPE_CHECKING:
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     Array = NDArray[Any]
 
 Record = TypeVar("Record")
+Each = TypeVar("Each")
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,13 @@ class _RowBuilder:
         self.groups, self.book = groups, book
         self.group = group = groups[0]  # for what they share
         self.layers = [(member, layer) for member in groups for layer in member.layers]
-        self.parts = [book.parts(member, layer) for member, layer in self.layers]
-        self.stack = book.stack(self.parts)
+        # Kinds of rank whose layers are tuned alike share their parts.
+        self.books = book.of_ranks(group)
+        self.parts = [[own.parts(member, layer) for member, layer in self.layers] for own in self.books]
+        self.stack = book.stack([parts for of_kind in self.parts for parts in of_kind])
+        of_parts = self.stack.figures
+        # Figure × kind or 1 × layer × part × mode.
+        self.figures = of_parts.reshape(len(of_parts), len(self.books), len(self.layers), *of_parts.shape[2:])
         self.sequences = np.array([batches for member in groups for batches in member.sequences], dtype=np.int64)
         sizes = np.array(
             [member.base.data_parallel * layer.microbatch for member, layer in self.layers], dtype=np.int64
@@ -206,7 +211,7 @@ class _RowBuilder:
         """One for each group."""
         import numpy as np
 
-        figures, kinds = self._mixed(self.stack.figures), len(self.group.ranks)
+        figures, kinds = self._mixed(self.figures), len(self.group.ranks)
         passes, timed = self._timed_rows(figures)
         memory = self._pass_memory(figures[SAVED], figures[CACHED])
         valid = np.broadcast_to((self.sequences > 0)[:, :, None], self.shape)
@@ -238,8 +243,8 @@ class _RowBuilder:
     # -- sums over the parts of a rank ---------------------------------------------------------------
 
     def _mixed(self, values: Array) -> Array:
-        """Figure × layer × part × mode → figure × kind × layer × 1 × recompute."""
-        counts, values = self.counts[:, :, None, None], values[:, None]
+        """Figure × kind or 1 × layer × part × mode → figure × kind × layer × 1 × recompute."""
+        counts = self.counts[:, :, None, None]
         rank = counts[:, 0] * values[:, :, :, 0] + counts[:, 1] * values[:, :, :, 1]
         rank = rank + counts[:, 2] * values[:, :, :, 2] + counts[:, 3] * values[:, :, :, 3]
         none, selective, full = (rank[..., None, None, mode] for mode in range(len(MODES)))
@@ -266,9 +271,9 @@ class _RowBuilder:
         transfers = [self._transfer(figures, number) for number in range(len(self.stack.keys))]
         hidden = hidden_in_layers(transfers, windows)
         passes = passes_with_exposed(compute, transfers, hidden, self.timed_m)
-        head = self.counts[:, 3, None, None, None] * self.stack.figures[FORWARD, :, 3, 0][:, None, None]
+        head = self.counts[:, 3, None, None, None] * self.figures[FORWARD, :, :, 3, 0][..., None, None]
         lasting, busy = layer_windows(transfers, hidden, windows)
-        once = np.array([self._once_seconds(contents) for contents in self.group.ranks])[:, :, None, None]
+        once = np.array(list(map(self._once_seconds, range(len(self.group.ranks)))))[:, :, None, None]
         sequences = self.sequences[:, self.timed, None]
         return passes, TimedRows(sequences, self.timed_m, self.last, lasting, busy, once, 1 - head / compute.forward)
 
@@ -289,7 +294,7 @@ class _RowBuilder:
             {name: self.timed_m * on_link for name, on_link in zip(self.book.links, on_links) if on_link.any()},
             key.window,
             hideable=hideable,
-            units_taken=self.stack.units_taken[number][:, None, None],
+            units_taken=self.stack.units_taken[number].reshape(len(self.books), -1)[..., None, None],
             repeated=repeated / whole,
         )
 
@@ -298,7 +303,7 @@ class _RowBuilder:
     def _pass_memory(self, saved_figures: Array, cached: Array) -> PassMemory:
         import numpy as np
 
-        head = self.counts[:, 3, None, None, None] * self.stack.figures[SAVED, :, 3, 0][:, None, None]
+        head = self.counts[:, 3, None, None, None] * self.figures[SAVED, :, :, 3, 0][..., None, None]
         pp, names = self.group.base.pp, [choice.schedule for choice in self.group.schedules]
         stay_whole = layers_stay_whole(self.wanted, self._layers_of_ranks()[:, None], np.array(self.chunks)[:, None])
         transient = {moment: self._transient(moment) for moment in MOMENTS}
@@ -316,12 +321,16 @@ class _RowBuilder:
             in_turn=np.stack([reduces_in_turn(pp, name, self.m[:, s]) for s, name in enumerate(names)], axis=1),
         )
 
-    def _once_seconds(self, contents: RankContents) -> list[float]:
+    def _of_kind(self, each: Sequence[Each], kind: int) -> Each:
+        """What belongs to a kind of rank, of one for each or of one for all."""
+        return each[kind if len(each) > 1 else 0]
+
+    def _once_seconds(self, kind: int) -> list[float]:
         """By layer choice."""
-        seconds = []
+        seconds, contents, book = [], self.group.ranks[kind], self._of_kind(self.books, kind)
         for group in self.groups:
             plain = {layer.sequence_parallel for layer in group.layers}
-            of_plain = {sp: self.book.once_seconds(group, contents, sp) for sp in plain}
+            of_plain = {sp: book.once_seconds(group, contents, sp) for sp in plain}
             seconds += [of_plain[layer.sequence_parallel] for layer in group.layers]
         return seconds
 
@@ -352,13 +361,16 @@ class _RowBuilder:
 
         held: Array = np.array(
             [
-                [parts.transient_bytes[moment, kinds_of(contents), bool(contents.has_head)] for parts in self.parts]
-                for contents in self.group.ranks
+                [
+                    parts.transient_bytes[moment, kinds_of(contents), bool(contents.has_head)]
+                    for parts in self._of_kind(self.parts, kind)
+                ]
+                for kind, contents in enumerate(self.group.ranks)
             ]
         )
         if moment == "loss":
             held[[not contents.has_head for contents in self.group.ranks]] = -np.inf
-        messages = np.array([parts.message_bytes for parts in self.parts])
+        messages = np.array([parts.message_bytes for parts in self.parts[0]])
         if not messages.any():
             return held[:, :, None, None]
         of_all: Array = held[:, :, None, None] + messages[:, None, None] * self.m
@@ -368,11 +380,11 @@ class _RowBuilder:
         """Kind × layer × 1 × recompute."""
         import numpy as np
 
-        restored = self.stack.figures[RESTORED, :, :2]
+        restored = self.figures[RESTORED, :, :, :2]
         none = np.array([choice.recompute_layers == 0 for choice in self.group.recomputes])
-        back = np.where(none, 0.0, restored[:, :, self.modes])  # layer × part × recompute
+        back = np.where(none, 0.0, restored[..., self.modes])  # kind or 1 × layer × part × recompute
         most: Array = recomputed_layer_bytes(
-            (self.counts[:, part, None, None], back[:, part]) for part in range(back.shape[1])
+            (self.counts[:, part, None, None], back[:, :, part]) for part in range(back.shape[2])
         )
         if self.book.job.stack.kept_router_losses:
             every = np.array([choice.recompute_layers is None for choice in self.group.recomputes])

@@ -8,7 +8,7 @@ all-to-all (Jacobs et al. 2023, arXiv 2309.14509).
 from __future__ import annotations
 
 from shardwise.collectives import CollectiveKind, Topology
-from shardwise.cost.compute.operators import fully_recomputed_share
+from shardwise.cost.compute.operators import gradient_share, run_again_share
 from shardwise.cost.memory.activations import key_value_features
 from shardwise.cost.traffic.traffic import Traffic, Window, in_passes, priced
 from shardwise.layout.groups import group_runs
@@ -35,8 +35,8 @@ def _again(job: Job, contents: RankContents) -> float:
     exchange only where the score matrix is stored.
     """
     if "attention" in job.recomputed_operators:
-        return 1.0
-    return fully_recomputed_share(job, contents)
+        return gradient_share(job.model, job.training.tuning)
+    return run_again_share(job, contents)
 
 
 def _ring(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]:

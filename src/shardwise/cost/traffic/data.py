@@ -192,6 +192,7 @@ class SentParameters(NamedTuple):
     whole: Any = 1.0  # the share of all of a rank's parameters that these are
     frozen: Any = 0.0  # bytes of frozen weights in layers, which are gathered for every use or never
     frozen_ends: Any = 0.0  # the same of embedding and head
+    frozen_above: Any = 0.0  # of ``frozen``, what is gathered for a backward pass too
 
     def broadcasts(self, owners: Any) -> Any:
         """How many it takes where every owner sends all its weights at once; a share of one, if these are a part."""
@@ -216,10 +217,14 @@ def sent_parameters(job: Job, strategy: Strategy, contents: RankContents) -> tup
     in_fp8 = contents.layer_matrices, contents.experts * job.stack.fp8_experts
     tensors, recipe = tensors_of(model, strategy, contents), job.recipe
     frozen = (contents.frozen_matrices * recipe.frozen_gathered, contents.frozen_others * recipe.gathered)
-    of_experts = contents.frozen_experts * recipe.of_experts.frozen_gathered
+    above = contents.frozen_above * recipe.frozen_gathered
+    in_experts = (contents.frozen_experts, 0.0, contents.frozen_experts_above)
+    of_experts = (parameters * recipe.of_experts.frozen_gathered for parameters in in_experts)
     return (
-        SentParameters(contents.dense, contents.layer_matrices, *thin[0], dense, in_fp8[0], tensors[0], 1.0, *frozen),
-        SentParameters(contents.experts, contents.experts, *thin[1], experts, in_fp8[1], tensors[1], 1.0, of_experts),
+        SentParameters(
+            contents.dense, contents.layer_matrices, *thin[0], dense, in_fp8[0], tensors[0], 1.0, *frozen, above
+        ),
+        SentParameters(contents.experts, contents.experts, *thin[1], experts, in_fp8[1], tensors[1], 1.0, *of_experts),
     )
 
 
@@ -368,7 +373,8 @@ def data_lines(
     else:
         lines.append(_meeting(unit, part, wire.synchronise))
     if not sharding.gathers_once:
-        once_more = unit.in_layers * weight - less + frozen if wire.ends_once else gathered
+        in_layers = unit.in_layers * weight - less + unit.frozen_above
+        once_more = in_layers if wire.ends_once else gathered - frozen + unit.frozen_above
         lines.insert(0, DataLine(sent_backward(Role.PARAMETERS), gather, "shards", once_more, microbatches, 1.0, False))
     return lines
 

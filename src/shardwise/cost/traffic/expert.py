@@ -15,7 +15,7 @@ from typing import Any
 from shardwise.collectives import CollectiveCost, CollectiveKind, Topology
 from shardwise.collectives.arrays import minimum
 from shardwise.collectives.work import Work, settle
-from shardwise.cost.compute.operators import OperatorRole, fully_recomputed_share, layer_operators
+from shardwise.cost.compute.operators import OperatorRole, gradient_share, layer_operators, run_again_share
 from shardwise.cost.compute.roofline import operator_seconds
 from shardwise.cost.step.stage_time import layer_shape
 from shardwise.cost.traffic.traffic import Traffic, Window, in_passes, priced
@@ -41,7 +41,9 @@ def expert_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     copies = 1 if strategy.sequence_parallel else min(strategy.tp, strategy.expert_tensor_parallel)
     region = job.computed_tokens / strategy.tp * copies
     calls = contents.moe_layers * job.microbatches
-    again = 1.0 if "experts" in job.recomputed_operators else fully_recomputed_share(job, contents)
+    again = run_again_share(job, contents)
+    if "experts" in job.recomputed_operators:
+        again = gradient_share(model, job.training.tuning)
     # DeepSeek-V3 dispatches in the 8-bit format that the expert's first matmul reads; combining stays in 16 bit.
     narrow = min(recipe.linear_input, recipe.communication) if job.stack.fp8_dispatch else recipe.communication
     sizes = {Role.DISPATCH: narrow, Role.COMBINE: recipe.communication}

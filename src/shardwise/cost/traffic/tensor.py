@@ -15,9 +15,10 @@ from typing import Literal
 
 from shardwise.collectives import CollectiveKind, Topology
 from shardwise.cost.compute.operators import (
-    fully_recomputed_share,
+    gradient_share,
     layer_operators,
     outputs_left_out,
+    run_again_share,
     weighted_outputs_left_out,
 )
 from shardwise.cost.compute.roofline import Seconds, operator_seconds
@@ -65,7 +66,7 @@ def _is_one_block(job: Job) -> bool:
 
 def _layer_traffic(job: Job, contents: RankContents, topology: Topology) -> list[Traffic]:
     """Collectives around the split matmuls of the layers."""
-    blocks, again = _blocks(job, contents), fully_recomputed_share(job, contents)
+    blocks, again = _blocks(job, contents), run_again_share(job, contents)
     reading = _reading_hidden_states(job, contents)
     inputs = tuple(number * (1 + again) for number in reading)
     outputs = tuple(number + again * (number - left) for number, left in zip(blocks, outputs_left_out(job, contents)))
@@ -110,7 +111,8 @@ def _reading_hidden_states(job: Job, contents: RankContents, *, trained_only: bo
             attention = 0
         shares: list[float] = [1, 1]
         if trained_only and not tuning.everything:
-            shares = [tuning.trained_share(part, layers_of_kind(job.model, moe=moe)) for part in _SPLIT_PARTS]
+            layers_of = layers_of_kind(job.model, moe=moe)
+            shares = [_of_backward(job, tuning.trained_share(part, layers_of)) for part in _SPLIT_PARTS]
             shares = [max(shares)] * 2 if _is_one_block(job) else shares
         counts.append(layers * (attention * shares[0] + mlp * shares[1]))
     return counts[0], counts[1]
@@ -136,16 +138,24 @@ def _adapter_traffic(job: Job, contents: RankContents, topology: Topology, again
     if strategy.overlap.tp:
         rows = [(MatrixRole.ATTENTION_OUTPUT,), (MatrixRole.DOWN,)]
     for layers, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
-        calls = layers * job.microbatches * job.training.tuning.adapted_share(layers_of_kind(job.model, moe=moe))
+        adapted = job.training.tuning.adapted_share(layers_of_kind(job.model, moe=moe))
+        calls = {"forward": adapted, "backward": _of_backward(job, adapted)}
         for group in (*columns, *rows):
             width = adapters.rank * len(adapters.roles.intersection(group))
             split = not moe or (job.model.moe and job.model.moe.shared_ffn) or not _OF_MLP.issuperset(group)
-            if not (calls and width and split):
+            if not (layers and adapted and width and split):
                 continue
             size = job.computed_tokens * width * job.training.recipe.communication
             for payload, kind, repeated in _around_narrow(strategy.sequence_parallel, group in rows, again):
-                traffics.append(priced("tp", payload, kind, size, calls, topology, strategy.collective, repeated))
+                often = layers * job.microbatches * calls[payload.in_pass]
+                traffics.append(priced("tp", payload, kind, size, often, topology, strategy.collective, repeated))
     return traffics
+
+
+def _of_backward(job: Job, share: float) -> float:
+    """Of the layers through which a gradient flows, the share that some of all layers are: all that are tuned do."""
+    flows = gradient_share(job.model, job.training.tuning)
+    return share / flows if flows else 0.0
 
 
 _OF_MLP = frozenset((MatrixRole.GATE, MatrixRole.UP, MatrixRole.DOWN))
@@ -347,7 +357,7 @@ def _expert_tensor_traffic(job: Job, contents: RankContents) -> list[Traffic]:
         rows = job.computed_tokens / strategy.tp * copies * strategy.expert_tensor_parallel
     size = rows * model.hidden * job.training.recipe.communication
     calls = contents.moe_layers * job.microbatches
-    share = fully_recomputed_share(job, contents)
+    share = run_again_share(job, contents)
     repeated = {Role.TOKENS: share, Role.OUTPUTS: share}
     if weighted_outputs_left_out(job, same_tokens=same_tokens):
         del repeated[Role.OUTPUTS]

@@ -31,12 +31,15 @@ class LayerKind(NamedTuple):
     layer: LayerRecord = LayerRecord()
     recomputed: bool = False
     predicts: bool = False
+    tuned: tuple[bool, ...] = ()
+    """`Tuning.kind_of`: first whether a gradient flows through it."""
 
     @property
     def words(self) -> str:
         words = ("experts" if self.layer.feed_forward == "mixture" else "dense",
                  self.layer.mixer != "full" and self.layer.mixer, not self.layer.rotary and "not rotated",
-                 self.recomputed and "recomputed", self.predicts and "prediction")  # fmt: skip
+                 self.recomputed and "recomputed", self.predicts and "prediction",
+                 self.tuned and not self.tuned[0] and "without gradients")  # fmt: skip
         return " ".join(word for word in words if word)
 
 

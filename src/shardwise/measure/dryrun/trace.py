@@ -190,7 +190,7 @@ def layer_kinds(job: Job, pipeline_rank: int) -> dict[int, LayerKind]:
     for layers, first in zip(stages, recomputed):
         for number, index in enumerate(layers):
             record, predicts = job.model.every_layer[index], index >= job.model.layers
-            kinds[index] = LayerKind(record, number < first, predicts)
+            kinds[index] = LayerKind(record, number < first, predicts, job.training.tuning.kind_of(index, job.model))
     return kinds
 
 

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import add
 
+from shardwise.cost.compute.operators import gradient_share
 from shardwise.cost.memory.device import activation_bytes, memory_of_rank
 from shardwise.cost.memory.in_flight import microbatches_in_flight
 from shardwise.cost.memory.states import rank_state_bytes
 from shardwise.cost.memory.transient import gathered_bytes
 from shardwise.cost.step.prediction import rank_prediction
 from shardwise.layout.sharding import sharding_of
-from shardwise.layout.stages import RankContents, layers_of_kind, rank_contents, stages_of_rank
+from shardwise.layout.stages import RankContents, layers_of_kind, rank_contents, stages_of_rank, tuned_over
 from shardwise.pipeline import Layers, Place, layers_of, partition_over
 from shardwise.planner.candidate import Candidate, candidate
 from shardwise.spec.errors import SpecError
@@ -86,11 +87,15 @@ def pieces_of(job: Job, timed: Pieces | None = None, timed_ends: Pieces | None =
     head = _piece(job, rank_contents(apart, 2), ends.head if ends else None)
     if not job.strategy.schedule_record.forwards_first:  # each loss is followed at once by its backward pass
         head = Piece(head.seconds, head.bytes + head.activation_bytes, 0.0)
-    kinds: dict[bool, Piece] = {}
-    for index, moe in enumerate(map(model.is_moe_layer, range(model.layers))):
-        if moe not in kinds:
-            kinds[moe] = _layer(job, moe, timed.layers[index] if timed else None)
-    return Pieces(embedding, tuple(kinds[model.is_moe_layer(index)] for index in range(model.layers)), head)
+    kinds: dict[tuple[bool, ...], Piece] = {}
+    of_layers = []
+    for index in range(model.layers):
+        moe, own = model.is_moe_layer(index), tuned_over(job, (index,))
+        kind = (moe, *job.training.tuning.kind_of(index, model))
+        if kind not in kinds:
+            kinds[kind] = _layer(own, moe, timed.layers[index] if timed else None)
+        of_layers.append(kinds[kind])
+    return Pieces(embedding, tuple(of_layers), head)
 
 
 def _plain(job: Job, pp: int, counts: tuple[int, ...]) -> Strategy:
@@ -114,7 +119,9 @@ def _layer(job: Job, moe: bool, timed: Piece | None) -> Piece:
         for kept in (each.trained, each.frozen)
         for part in (kept.dense - kept.norms, kept.norms, kept.experts)
     ]
+    flows = gradient_share(job.model, job.training.tuning)
     all_of_them = RankContents(1, 0 if moe else count, count if moe else 0, False, False, *parameters)
+    all_of_them = replace(all_of_them, frozen_above=flows * parameters[3], frozen_experts_above=flows * parameters[5])
     layer = _piece(job, all_of_them, timed) / count
     return layer if timed is None else replace(layer, seconds=timed.seconds)
 
