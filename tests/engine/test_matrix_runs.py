@@ -54,6 +54,7 @@ CIRCUMSTANCES = {
     "odd-chunks": "refused: sequences that do not divide into 2·cp chunks",
     "ragged-experts": "refused: rows of experts that are not a multiple of 16 bytes",
     "ragged-base": "refused: blocks of scales that tensor parallelism would cut",
+    "scaled-biased-head": "refused: scaled logits of a head with a bias",
     "odd-rotation": "refused: heads with an odd number of features",
 }
 

@@ -9,6 +9,7 @@ import pytest
 from engine.parity import check
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.job import Job
+from shardwise.spec.layers import LayerRecord
 from shardwise.spec.model import MixtureOfExperts, Model, Numerics, RopeScaling
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.training import Training
@@ -18,6 +19,7 @@ RMS: dict[str, Any] = {**SHAPE, "norm": "rmsnorm", "activation": "swiglu"}
 LONG = RopeScaling(
     kind="longrope", factor=4.0, original_seq=8, short_factors=(1.0, 1.1, 1.2), long_factors=(2.0, 3.0, 4.0)
 )
+YARN = RopeScaling(kind="yarn", factor=4.0, original_seq=4)
 MODELS = {
     "olmo": Model(**SHAPE, activation="swiglu", norm_weight=False, numerics=Numerics(clip_qkv=0.3)),
     "olmo2": Model(**RMS, norm_after=True, qk_norm=True, qk_norm_whole=True),
@@ -34,6 +36,12 @@ MODELS = {
     "gpt-oss": Model(**RMS, attention_sinks=True, qkv_bias=True, attention_out_bias=True, mlp_bias=True,
                      sliding_window=5, sliding_window_every=2, numerics=Numerics(swiglu_limit=2.0),
                      moe=MixtureOfExperts(experts=4, top_k=2, ffn=16, router_logit_bias=True)),
+    "olmo3": Model(**RMS, norm_after=True, qk_norm=True, qk_norm_whole=True, sliding_window=5, sliding_window_every=4,
+                   numerics=Numerics(windowed_rope_theta=100.0, rope_theta=100.0, rope_scaling=YARN)),
+    "smollm3": Model(**RMS, tied_embeddings=True, sliding_window=5, pattern=(
+        LayerRecord(repeat=2), LayerRecord(mixer="window", rotary=False), LayerRecord(rotary=False))),
+    "granite": Model(**RMS, tied_embeddings=True, numerics=Numerics(
+        embedding_scale=12.0, residual_scale=0.22, logit_scale=0.5, attention_scalar=5.0)),
 }  # fmt: skip
 SP, PLAIN, PP = {"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"pp": 2}
 ULYSSES = {"cp": 2, "context_method": "ulysses"}
@@ -47,6 +55,8 @@ QUICK = [
     ("phi", {"dp": 2, "zero": 3}),
     ("gpt-oss", {**ULYSSES, "tp": 2}),
     ("gpt-oss", {"cp": 2, "context_method": "all-gather", "dp": 1}),
+    ("smollm3", {"cp": 2, "context_method": "all-gather"}),
+    ("granite", SP),
 ]
 MORE = [
     ("olmo2", {"tp": 4}),  # more ranks than key-value heads: some hold the same
@@ -58,6 +68,8 @@ MORE = [
     ("gemma2", {**ULYSSES, "zero": 3}),
     ("gpt-oss", {"tp": 2, "ep": 2, "dp": 2}),
     ("gpt-oss", {"dp": 2, "ep": 2, "zero": 3}),
+    ("smollm3", ULYSSES),
+    ("granite", {"dp": 2, "zero": 3, "recompute": "selective", "recompute_operators": ("norm", "activation")}),
     *((name, fields) for name in MODELS for fields in (SP, PLAIN, PP, {"dp": 2, "zero": 2})),
 ]
 
@@ -70,7 +82,7 @@ def job_of(name: str, fields: dict[str, Any]) -> Job:
     )
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(("name", "fields"), QUICK, ids=str)
 def test_it_equals_one_process(name: str, fields: dict[str, Any]) -> None:
     check(job_of(name, fields))

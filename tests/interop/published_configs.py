@@ -206,3 +206,8 @@ COUNTED: dict[str, tuple[int, dict[str, Any]]] = {
         "num_hidden_layers": 12, "vocab_size": 50272, "word_embed_proj_dim": 768,
     }),
 }  # fmt: skip
+
+# What transformers 5 builds from the defaults of a family alone; `models/huggingface/test_counts.py` lets it count.
+DEFAULTS: dict[str, int] = {
+    "olmo3": 6888624128, "smollm3": 3075098624, "seed_oss": 28921040896, "granite": 6738415616,
+}  # fmt: skip

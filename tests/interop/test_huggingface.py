@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from interop.published_configs import CATALOGUE, COUNTED
+from interop.published_configs import CATALOGUE, COUNTED, DEFAULTS
 from shardwise.interop.families import ALIASES, FAMILIES
 from shardwise.interop.huggingface import hf_config_from_model, model_from_hf_config
 from shardwise.spec import presets
@@ -42,9 +42,14 @@ def test_published_config_has_the_published_parameters(repository: str) -> None:
     assert parameter_count(model_from_hf_config(config)) == parameters
 
 
-def test_every_family_has_a_published_config() -> None:
+@table("family", DEFAULTS)
+def test_the_librarys_defaults_have_the_librarys_parameters(family: str) -> None:
+    assert parameter_count(model_from_hf_config({"model_type": family})) == DEFAULTS[family]
+
+
+def test_the_parameters_of_every_family_are_checked() -> None:
     seen = {config["model_type"] for _, config in (*CATALOGUE.values(), *COUNTED.values())}
-    assert seen == {*FAMILIES, *ALIASES}
+    assert seen | DEFAULTS.keys() == {*FAMILIES, *ALIASES}
 
 
 @table("model_type", sorted({*FAMILIES, *ALIASES} - {"deepseek_v2"}))
@@ -109,7 +114,25 @@ def test_a_mistake_in_the_language_model_names_its_place() -> None:
         ({"model_type": "deepseek_v3", "scoring_func": "argmax"}, "scoring_func"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [3]}, "mlp_only_layers"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": 3}, "mlp_only_layers"),
-        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 5}, "max_window_layers"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1.5}, "max_window_layers"),
+        ({"model_type": "olmo3", "layer_types": ["full_attention"]}, "layer_types"),
+        ({"model_type": "olmo3", "layer_types": "full_attention"}, "layer_types"),
+        ({"model_type": "olmo3", "layer_types": ["full_attention"] * 1_000_000}, "layer_types"),
+        ({"model_type": "olmo3", "layer_types": [["full_attention"]] * 32}, "layer_types"),
+        ({"model_type": "olmo3", "layer_types": ["linear_attention"] * 32}, "layer_types"),
+        ({"model_type": "olmo3", "sliding_window": None}, "sliding_window"),
+        (
+            {"model_type": "olmo3", "rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}},
+            "rope_parameters.sliding_attention.rope_type",
+        ),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers"),
+        ({"model_type": "smollm3", "no_rope_layers": [2] * 36}, "no_rope_layers"),
+        ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval"),
+        ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling"),
+        ({"model_type": "granite", "logits_scaling": float("nan")}, "logits_scaling"),
+        ({"model_type": "granite", "attention_multiplier": -1.0}, "attention_multiplier"),
+        ({"model_type": "granite", "attention_multiplier": True}, "attention_multiplier"),
+        ({"model_type": "granite", "residual_multiplier": 0}, "residual_multiplier"),
         ({"model_type": "opt", "hidden_size": 1024, "word_embed_proj_dim": 512}, "word_embed_proj_dim"),
         ({"model_type": "opt", "do_layer_norm_before": False}, "do_layer_norm_before"),
         ({"model_type": None}, "model_type"),

@@ -18,6 +18,7 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2, "vocab_size": 61, "max_position_embeddings": 64, "bos_token_id": None,
     "eos_token_id": None,
 }  # fmt: skip
+NO_PAD = {"pad_token_id": None}
 LLAMA_3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
@@ -50,6 +51,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {**SMALL, "num_local_experts": 4}),
     "qwen2": ("Qwen2", SMALL),
     "qwen2-window": ("Qwen2", {**SMALL, "use_sliding_window": True, "max_window_layers": 0, "sliding_window": 5}),
+    "qwen2-some-windows": ("Qwen2", {**SMALL, "use_sliding_window": True, "max_window_layers": 2,
+                                     "sliding_window": 5}),
+    "qwen3-listed": ("Qwen3", {**SMALL, "use_sliding_window": True, "sliding_window": 5, "layer_types": [
+        "sliding_attention", "full_attention", "full_attention"]}),
     "qwen2-moe": ("Qwen2Moe", {**SMALL, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 24}),
     "qwen3": ("Qwen3", {**SMALL, "head_dim": 16, "rope_theta": 1e6}),
     "qwen3-moe": ("Qwen3Moe", {**SMALL, **EXPERTS, "head_dim": 8, "num_experts": 8, "norm_topk_prob": True}),
@@ -61,6 +66,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3-halves": ("DeepseekV3", {**V3, "rope_interleave": False}),
     "olmo": ("Olmo", {**SMALL, "clip_qkv": 0.5, "pad_token_id": None}),
     "olmo2": ("Olmo2", {**SMALL, "pad_token_id": None}),
+    "olmo3": ("Olmo3", {**SMALL, "num_hidden_layers": 5, "pad_token_id": None, "sliding_window": 5,
+                        "rope_scaling": YARN}),
+    "olmo3-listed": ("Olmo3", {**SMALL, "pad_token_id": None, "sliding_window": 5, "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}},
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
+    "smollm3": ("SmolLM3", {**SMALL, **NO_PAD, "no_rope_layer_interval": 2}),
+    "smollm3-window": ("SmolLM3", {**SMALL, **NO_PAD, "no_rope_layers": [0, 1, 1], "use_sliding_window": True,
+                                   "sliding_window": 5, "tie_word_embeddings": False}),
+    "seed-oss": ("SeedOss", {**SMALL, **NO_PAD, "head_dim": 16}),
+    "seed-oss-biased": ("SeedOss", {**SMALL, **NO_PAD, "attention_bias": False, "attention_out_bias": True,
+                                    "mlp_bias": True}),
+    "granite": ("Granite", {**SMALL, "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0,
+                            "attention_multiplier": 0.3, "tie_word_embeddings": True}),
+    "granite-biased": ("Granite", {**SMALL, "attention_bias": True, "mlp_bias": True, "logits_scaling": 0.7}),
     "gpt-neox": ("GPTNeoX", {**SMALL, "rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.5,
                                                           "rope_type": "default"}}),
     "gpt-neox-serial": ("GPTNeoX", {**SMALL, "use_parallel_residual": False, "attention_bias": False}),
@@ -72,6 +92,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {**GEMMA, "num_key_value_heads": 1}),
     "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma2-uncapped": ("Gemma2", {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma2-listed": ("Gemma2", {**GEMMA, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}),
     "gemma3": ("Gemma3", {**GEMMA, "sliding_window_pattern": 3, "final_logit_softcapping": 4.0}),
     "gpt-oss": ("GptOss", GPT_OSS),
     "gpt-oss-unlike": ("GptOss", {**GPT_OSS, "attention_bias": False, "swiglu_limit": 0.3, "swiglu_alpha": 0.7,

@@ -12,6 +12,7 @@ from shardwise.interop.families import ALIASES, FAMILIES, family_of
 from shardwise.interop.keys import Config, Family, unflatten
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.files import parse_json, read_text
+from shardwise.spec.layers import LayerRecord
 from shardwise.spec.model import Model
 
 _ROPE = {"rope_theta", "rope_scaling"}  # the newer `rope_parameters` takes precedence over them
@@ -141,7 +142,10 @@ def _read(family: Family, config: Config) -> Model:
     fields = {field: key.read(values[key.name], filled) for field, key in family.keys.items()}
     source = f"Hugging Face config.json, model_type {family.model_type}"
     try:
-        return Model.from_dict(unflatten({"source": source, **family.fixed, **fields}))
+        model = Model.from_dict(unflatten({"source": source, **family.fixed, **fields}))
+        layers = model.every_layer[: model.layers]
+        listed = tuple(family.layers(filled, layers))
+        return model if listed == layers else model.with_layers(listed)
     except SpecError as error:
         at = family.keys[error.field].name if error.field in family.keys else error.field
         raise SpecError(at, error.problem, error.remedy) from None
@@ -149,6 +153,7 @@ def _read(family: Family, config: Config) -> Model:
 
 def _write(family: Family, model: Model) -> dict[str, Any]:
     config = {"model_type": family.model_type, "_name_or_path": model.name, **family.also(model)}
+    config["pad_token_id"] = None  # unknown, and the library's default may lie beyond the vocabulary
     for field, key in family.keys.items():
         noun, _, inner = field.rpartition(".")
         owner = getattr(model, noun) if noun else model
@@ -158,6 +163,10 @@ def _write(family: Family, model: Model) -> dict[str, Any]:
     return config
 
 
-def _shape(model: Model) -> Model:
-    """The model without the fields that only describe it."""
-    return replace(model, name="", source="", published_parameters=None)
+def _shape(model: Model) -> tuple[Model, tuple[LayerRecord, ...]]:
+    """The model without the fields that only describe it; layers apart, which several fields may say."""
+    moe = model.moe and replace(model.moe, dense_layers=0, every=1)
+    bare = replace(
+        model, name="", source="", published_parameters=None, pattern=(), sliding_window_every=1, moe=moe
+    )  # fmt: skip
+    return bare, model.every_layer

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardwise.interop.tensor_names import TensorNames
 from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.layers import LayerRecord, Mixer
 from shardwise.spec.model import Model, RopeScaling
 
 Config = Mapping[str, Any]
@@ -55,7 +55,8 @@ class Family:
 
     ``keys`` are by dotted field of `Model`. ``requires`` gives, for a key, the one value that is understood
     (or a function from the config to it). ``also`` gives the keys to write that no field alone decides. ``tensors`` is
-    None where only the shape is read, no weights.
+    None where only the shape is read, no weights. ``layers`` changes the layers that the fields make, where the config
+    lists them or they follow from several keys.
     """
 
     model_type: str
@@ -64,6 +65,7 @@ class Family:
     requires: Mapping[str, Any] = field(default_factory=dict)
     also: Callable[[Model], dict[str, Any]] = lambda model: {}
     tensors: TensorNames | None = None
+    layers: Callable[[Config, Sequence[LayerRecord]], Sequence[LayerRecord]] = lambda config, layers: layers
 
 
 def key(names: str, default: Any, **options: Any) -> Key:
@@ -85,7 +87,7 @@ def unflatten(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_defaults(keys: Mapping[str, Key], **defaults: Any) -> dict[str, Key]:
     """The same keys, some with another default of the library."""
-    return {name: dataclasses.replace(key, default=defaults.get(name, key.default)) for name, key in keys.items()}
+    return {name: replace(key, default=defaults.get(name, key.default)) for name, key in keys.items()}
 
 
 GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu": "geglu", "gelu_new": "geglu"}
@@ -212,6 +214,41 @@ def _parameters(config: Config, layers: str = "") -> Mapping[str, Any]:
 def _differ_by_layer(config: Config) -> bool:
     parameters = config.get("rope_parameters")
     return isinstance(parameters, Mapping) and any(isinstance(inner, Mapping) for inner in parameters.values())
+
+
+# -- Layers that a config lists one by one
+
+_MIXERS: dict[str, Mixer] = {GLOBAL: "full", WINDOWED: "window", "chunked_attention": "chunk"}
+
+
+def listed_layers(
+    config: Config, layers: Sequence[LayerRecord], usual: Callable[[int], str] = lambda index: GLOBAL
+) -> list[LayerRecord]:
+    """The layers with the mixers of ``layer_types``, or with ``usual`` ones where that is absent."""
+    kinds = config.get("layer_types")
+    kinds = [usual(index) for index in range(len(layers))] if kinds is None else kinds
+    if not isinstance(kinds, LIST) or len(kinds) != len(layers):
+        raise SpecError("layer_types", f"{shown(kinds)} does not list {len(layers)} layers", "give one for each layer")
+    for kind in kinds:
+        if not isinstance(kind, str) or kind not in _MIXERS:
+            raise SpecError("layer_types", f"{shown(kind)} is not supported", f"use one of {', '.join(_MIXERS)}")
+    return [replace(layer, mixer=_MIXERS[kind]) for kind, layer in zip(kinds, layers)]
+
+
+def listed_layers_or_usual(config: Config, layers: Sequence[LayerRecord]) -> Sequence[LayerRecord]:
+    """The layers with the mixers of ``layer_types``; without a list as the fields make them."""
+    return layers if config.get("layer_types") is None else listed_layers(config, layers)
+
+
+def usual_every(every: Any) -> Callable[[int], str]:
+    """Every n-th layer attends to all keys, the others have a window."""
+    return lambda index: GLOBAL if isinstance(every, int) and every > 0 and (index + 1) % every == 0 else WINDOWED
+
+
+def layer_types(model: Model) -> dict[str, Any]:
+    """The list that says which mixers a model's layers have."""
+    names = {mixer: name for name, mixer in _MIXERS.items()}
+    return {"layer_types": [names[layer.mixer] for layer in model.every_layer[: model.layers]]}
 
 
 # -- Readers and writers of fields that a config and a `Model` express differently -------------------

@@ -20,7 +20,7 @@ from shardwise.models.adapters import initial_adapter, is_of_adapter
 from shardwise.models.attention import Rotation, attention_scale, rotation_of
 from shardwise.models.dot_product import AttentionArguments, document_bounds
 from shardwise.models.dropout import keys_in_layer
-from shardwise.models.layer import Ahead, Layer, PredictionLayer, ahead_of
+from shardwise.models.layer import Ahead, Layer, PredictionLayer, ahead_of, scaled
 from shardwise.models.loss import cross_entropy_sum, softly_capped
 from shardwise.models.norms import norm_of
 from shardwise.spec.errors import SpecError
@@ -126,7 +126,7 @@ class Decoder(nn.Module):
             if index < self.model.layers:
                 hidden = run(index, layer, hidden)
         if self.norm is not None:
-            hidden = self.norm(hidden)
+            hidden = scaled(self.norm(hidden), self.model.numerics.logit_scale)
         if self.head is None:
             return hidden
         if labels is None:
@@ -154,10 +154,7 @@ class Decoder(nn.Module):
         embedded: tuple[Tensor, ...] = ()
         if ids and self.embedding is not None:
             rows = self.embedding(ids[0] if len(ids) == 1 else torch.cat(ids))
-            scale = self.model.numerics.embedding_scale
-            if scale != 1:
-                rows = rows * torch.tensor(scale, dtype=rows.dtype).item()
-            embedded = rows.chunk(len(ids))
+            embedded = scaled(rows, self.model.numerics.embedding_scale).chunk(len(ids))
         hidden, others = (inputs, embedded) if inputs.is_floating_point() else (embedded[0], embedded[1:])
         if self.position_embedding is None:
             return hidden, others

@@ -32,6 +32,7 @@ class Layer(nn.Module):
         super().__init__()
         before, behind = not model.norm_after, model.norm_after or model.norms_per_layer == 4
         self.parallel, self.remakes = model.parallel_block, False
+        self.residual_scale = model.numerics.residual_scale
         self.token_keys: TokenKeys | None = None  # what adapters with dropout read
         self.attention_norm = norm_of(model) if before else None
         self.attention = MultiHeadLatentAttention(model) if model.mla else Attention(model)
@@ -64,6 +65,7 @@ class Layer(nn.Module):
         return (
             plain
             and not behind
+            and self.residual_scale == 1
             and all(type(norm) is RMSNorm and norm.weighted and not norm.plus_one for norm in norms)
             and all(part.project is project_each for part in parts)
             and all(is_plain(linear) for part in parts for linear in part.modules() if isinstance(linear, nn.Linear))
@@ -80,10 +82,15 @@ class Layer(nn.Module):
 
     def _plus(self, hidden: Tensor, part: nn.Module, behind: nn.Module | None, *inputs: Any) -> Tensor:
         """Adds the output of attention or MLP to the hidden states, through the norm behind it if there is one."""
-        if behind is None and not isinstance(part, MoELayer):
+        if behind is None and self.residual_scale == 1 and not isinstance(part, MoELayer):
             summed: Tensor = part(*inputs, residual=hidden)
             return summed
-        return hidden + _normed(behind, part(*inputs))
+        return hidden + scaled(_normed(behind, part(*inputs)), self.residual_scale)
+
+
+def scaled(states: Tensor, factor: float) -> Tensor:
+    """The states times a constant, rounded to their own precision first."""
+    return states if factor == 1 else states * torch.tensor(factor, dtype=states.dtype).item()
 
 
 def _normed(norm: nn.Module | None, states: Tensor) -> Tensor:

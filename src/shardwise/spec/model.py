@@ -6,6 +6,7 @@ with how tensor parallelism splits it; parameter counts, FLOPs, memory and commu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -13,7 +14,7 @@ from typing import Literal
 
 from shardwise.spec.codec import Spec, count, setting
 from shardwise.spec.errors import SpecError
-from shardwise.spec.layers import MOST_LAYERS, LayerRecord, Mixer, layers_of_pattern
+from shardwise.spec.layers import MOST_LAYERS, LayerRecord, Mixer, layers_of_pattern, pattern_of_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +90,10 @@ class Numerics(Spec):
     """Bound of the gate from above and of the up projection on both sides, to which one is added then (gpt-oss)."""
     swiglu_alpha: float = setting(1.702, above=0)
     """Factor in the sigmoid of a gate with such a bound."""
+    logit_scale: float = setting(1.0, above=0)
+    """Factor of the logits (Cohere, Granite)."""
+    residual_scale: float = setting(1.0, above=0)
+    """Factor of what attention and MLP add to the hidden states (Granite)."""
     clip_qkv: float | None = setting(None, above=0)
     """Bound of queries, keys and values (OLMo)."""
     renormalise_top_k: bool = True
@@ -375,6 +380,21 @@ class Model(Spec):
         behind = -1 if self.moe is None else index - self.moe.dense_layers
         mixture = self.moe is not None and behind >= 0 and behind % self.moe.every == self.moe.every - 1
         return LayerRecord(mixer="window" if windowed else "full", feed_forward="mixture" if mixture else "dense")
+
+    def with_layers(self, layers: Sequence[LayerRecord]) -> Model:
+        """This model with other layers, said by the short fields where these can say it."""
+        layers, mixers = tuple(layers), {layer.mixer for layer in layers}
+        window = self.sliding_window if "window" in mixers else None
+        chunk = self.attention_chunk if "chunk" in mixers else None
+        unwindowed = next((number for number, layer in enumerate(layers, 1) if layer.mixer == "full"), 1)
+        for every in (self.sliding_window_every, unwindowed):
+            short = replace(self, pattern=(), sliding_window=window, sliding_window_every=every, attention_chunk=chunk)
+            if short.every_layer[: self.layers] == layers:
+                return short
+        return replace(
+            self, pattern=pattern_of_layers(layers), sliding_window=window, sliding_window_every=1,
+            attention_chunk=chunk, moe=self.moe and replace(self.moe, dense_layers=0, every=1),
+        )  # fmt: skip
 
     @cached_property
     def mixers(self) -> dict[Mixer, int]:

@@ -280,6 +280,8 @@ MATRIX: tuple[Finding, ...] = (
            "qk_norm: false", "model.qk_norm"),
     *_each("latent-qkv-bias", "priced only", "latent attention has no biases of queries, keys and values",
            "qkv_bias: false", "model.qkv_bias"),
+    *_each("scaled-biased-head", "priced only", "logits are scaled before the head, which then has no bias",
+           "lm_head_bias: false", "model.lm_head_bias"),
     *_each("odd-rotation", "refused", "rope rotates pairs of features, and a head has an odd number of them (or none)",
            "an even head size, or another numerics.rotary_share", "model.head_dim"),
 )  # fmt: skip

@@ -128,6 +128,7 @@ OF_MODEL: dict[str, OfModel] = {
     "latent-sinks": lambda m: m.mla is not None and m.attention_sinks,
     "latent-qk-norm": lambda m: m.mla is not None and m.qk_norm,
     "latent-qkv-bias": lambda m: m.mla is not None and m.qkv_bias,
+    "scaled-biased-head": lambda m: m.numerics.logit_scale != 1 and m.lm_head_bias,
     "odd-rotation": lambda m: m.positions == "rope" and (m.rotated_features % 2 == 1 or m.rotated_features == 0),
 }
 

@@ -5,16 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.interop import keys
-from shardwise.interop.families.shared import (
-    BIAS,
-    GROUPED,
-    NUMERICS,
-    RMS,
-    WINDOW,
-    listed_every,
-    second_window,
-    written_kinds,
-)
+from shardwise.interop.families.shared import BIAS, GROUPED, NUMERICS, RMS, WINDOW
 from shardwise.interop.keys import GATED, Config, Family, activation, key, with_defaults
 from shardwise.interop.tensor_names import ATTENTION, BOTH_NORMS, MLP, stored_as
 
@@ -53,14 +44,15 @@ _GEMMA_2 = Family(
     with_defaults(
         {
             **_GEMMA_2_KEYS,
-            "sliding_window": key("sliding_window", 4096, nullable=True, read=second_window),
+            "sliding_window": key("sliding_window", 4096, nullable=True),
             "numerics.attention_softcap": key("attn_logit_softcapping", 50.0, nullable=True),
         },
         **{"numerics.logit_softcap": 30.0},
     ),
     {**_GEMMA_NORMS, "norms_per_layer": 4, "sliding_window_every": 2},
     _ONE_DIRECTION,
-    also=written_kinds,
+    also=keys.layer_types,
+    layers=keys.listed_layers_or_usual,
     tensors=stored_as("Gemma2ForCausalLM", ATTENTION, MLP, BOTH_NORMS),
 )
 _GEMMA_3 = Family(
@@ -68,7 +60,7 @@ _GEMMA_3 = Family(
     with_defaults(
         {
             **_GEMMA_2_KEYS,
-            "sliding_window_every": key("sliding_window_pattern|_sliding_window_pattern", 6, read=listed_every),
+            "sliding_window_every": key("sliding_window_pattern|_sliding_window_pattern", 6),
             "numerics.rope_theta": key("rope_theta", 1e6, read=keys.rotary("rope_theta", keys.GLOBAL)),
             "numerics.rope_scaling": keys.rope_scaling(keys.GLOBAL),
             "numerics.windowed_rope_theta": key("rope_local_base_freq", 10_000.0, read=keys.read_windowed_theta),
@@ -77,7 +69,8 @@ _GEMMA_3 = Family(
     ),
     {**_GEMMA_NORMS, "norms_per_layer": 4, "qk_norm": True},
     {**_ONE_DIRECTION, "attn_logit_softcapping": None},
-    also=written_kinds,
+    also=keys.layer_types,
+    layers=keys.listed_layers_or_usual,
     tensors=stored_as("Gemma3ForCausalLM", ATTENTION, MLP, BOTH_NORMS),
 )
 

@@ -12,8 +12,6 @@ from shardwise.interop.families.shared import (
     NUMERICS,
     RMS,
     SILU,
-    second_window,
-    written_kinds,
 )
 from shardwise.interop.keys import Config, Family, key, with_defaults
 from shardwise.interop.tensor_names import ATTENTION, JoinedExperts, joined_experts_in, stored_as
@@ -44,7 +42,7 @@ _GPT_OSS = Family(
         {
             **GROUPED, **SILU, **BIAS, **NUMERICS,
             "numerics.rope_scaling": replace(_PLAIN, read=_read_scaling, write=_write_scaling),
-            "sliding_window": key("sliding_window", 128, nullable=True, read=second_window),
+            "sliding_window": key("sliding_window", 128, nullable=True),
             "numerics.swiglu_limit": key("swiglu_limit", 7.0),
             "numerics.swiglu_alpha": key("swiglu_alpha", 1.702),
             "moe.experts": key("num_local_experts", 128),
@@ -56,7 +54,8 @@ _GPT_OSS = Family(
         **{"numerics.norm_epsilon": 1e-5, "numerics.rope_theta": 150_000.0, "numerics.rope_scaling": _GPT_OSS_SCALING},
     ),
     {**RMS, "mlp_bias": True, "attention_sinks": True, "moe.router_logit_bias": True, "sliding_window_every": 2},
-    also=written_kinds,
+    also=keys.layer_types,
+    layers=keys.listed_layers_or_usual,
     tensors=replace(
         stored_as(
             "GptOssForCausalLM",

@@ -21,10 +21,9 @@ from shardwise.spec.model import Model
 
 
 def _phi_3_lengths(model: Model) -> dict[str, Any]:
-    """What Phi-3 keeps outside ``rope_scaling``; and no padding token beyond a small vocabulary."""
+    """What Phi-3 keeps outside ``rope_scaling``."""
     scaling = model.numerics.rope_scaling
-    padding = {"pad_token_id": None} if model.vocab <= 32000 else {}
-    return {"original_max_position_embeddings": (scaling and scaling.original_seq) or model.max_seq, **padding}
+    return {"original_max_position_embeddings": (scaling and scaling.original_seq) or model.max_seq}
 
 
 # fmt: off

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from shardwise.interop.families.shared import BIAS, GROUPED, NUMERICS, RMS, SILU
-from shardwise.interop.keys import LIST, Config, Family, key, with_defaults
+from shardwise.interop.keys import (
+    GLOBAL,
+    LIST,
+    WINDOWED,
+    Config,
+    Family,
+    key,
+    layer_types,
+    listed_layers,
+    with_defaults,
+)
 from shardwise.interop.tensor_names import ATTENTION, EXPERTS, MLP, shared_in, stored_as
 from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.layers import LayerRecord
 from shardwise.spec.model import Model
 
 
@@ -20,19 +32,29 @@ def _leading_layers(value: Any, config: Config) -> int:
 
 
 def _qwen_window(value: Any, config: Config) -> Any:
-    """Qwen's window applies from layer ``max_window_layers`` on, and only if switched on."""
+    """Qwen's window applies only if switched on."""
     if not config.get("use_sliding_window", False):
         return None
-    first = config.get("max_window_layers", 28)
-    if first == config["num_hidden_layers"]:
-        return None
-    if first != 0:
-        raise SpecError("max_window_layers", f"{shown(first)} leaves some layers unwindowed", "use 0, or no window")
     return value
 
 
-def _qwen_window_switch(model: Model) -> dict[str, Any]:
-    return {"use_sliding_window": True, "max_window_layers": 0} if model.sliding_window else {}
+def _layers(config: Config, layers: Sequence[LayerRecord]) -> Sequence[LayerRecord]:
+    """``layer_types``, or a window from layer ``max_window_layers`` on."""
+    if layers[0].mixer == "full":  # no window, or switched off
+        return layers
+    first = config.get("max_window_layers", 28)
+    if isinstance(first, bool) or not isinstance(first, int):
+        raise SpecError(
+            "max_window_layers", f"{shown(first)} is not a whole number", "correct that value of the config"
+        )
+    return listed_layers(config, layers, lambda index: WINDOWED if index >= first else GLOBAL)
+
+
+def _qwen_windows(model: Model) -> dict[str, Any]:
+    windowed = [index for index in range(model.layers) if model.every_layer[index].mixer == "window"]
+    if not windowed:
+        return {}
+    return {"use_sliding_window": True, "max_window_layers": windowed[0], **layer_types(model)}
 
 
 # fmt: off
@@ -55,14 +77,14 @@ _QWEN_EXPERTS = {
 }
 _QWEN_2 = Family(
     "qwen2", _QWEN, {**RMS, "qkv_bias": True},
-    also=_qwen_window_switch,
+    also=_qwen_windows, layers=_layers,
     tensors=stored_as("Qwen2ForCausalLM", ATTENTION, MLP),
 )
 _QWEN_3 = Family(
     "qwen3",
     with_defaults({**_QWEN, **BIAS}, head_dim=128),
     {**RMS, "qk_norm": True},
-    also=_qwen_window_switch,
+    also=_qwen_windows, layers=_layers,
     tensors=stored_as("Qwen3ForCausalLM", ATTENTION, MLP),
 )
 _QWEN_2_MOE = Family(
@@ -77,7 +99,7 @@ _QWEN_2_MOE = Family(
     ),
     {**RMS, "moe.shared_gate": True},
     {"use_sliding_window": False},  # transformers gives this family's window to other layers than its siblings'
-    also=_qwen_window_switch,
+    also=_qwen_windows, layers=_layers,
     tensors=stored_as(
         "Qwen2MoeForCausalLM",
         ATTENTION, MLP, EXPERTS, shared_in("shared_expert"), {"mlp.shared_gate": "mlp.shared_expert_gate"},
@@ -91,7 +113,7 @@ _QWEN_3_MOE = Family(
         **{"moe.experts": 128, "moe.top_k": 8, "moe.ffn": 768},
     ),
     {**RMS, "qk_norm": True},
-    also=_qwen_window_switch,
+    also=_qwen_windows, layers=_layers,
     tensors=stored_as("Qwen3MoeForCausalLM", ATTENTION, MLP, EXPERTS),
 )
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from shardwise.interop import keys
-from shardwise.interop.keys import GATED, GLOBAL, WINDOWED, Config, activation, key
-from shardwise.spec.errors import SpecError
-from shardwise.spec.model import Model
+from shardwise.interop.keys import GATED, activation, key
 
 # fmt: off
 SHAPE = {
@@ -34,29 +30,3 @@ RMS = {"norm": "rmsnorm", "positions": "rope"}
 LAYER_NORM = {"norm": "layernorm", "positions": "learned"}
 BIASED = {"qkv_bias": True, "attention_out_bias": True, "mlp_bias": True}
 # fmt: on
-
-
-# -- Which layers have a window ----------------------------------------------------------------------
-
-
-def layer_kinds(layers: int, every: int) -> list[str]:
-    unwindowed = range(every - 1, layers, every) if every > 1 else range(0)
-    return [GLOBAL if index in unwindowed else WINDOWED for index in range(layers)]
-
-
-def listed_every(every: Any, config: Config) -> Any:
-    """``every``, after a check: of the list of all layers' kinds each ``every``-th must be without the window."""
-    kinds = config.get("layer_types")
-    if isinstance(kinds, list) and isinstance(every, int) and kinds != layer_kinds(len(kinds), every):
-        raise SpecError("layer_types", f"do not make every {every}th layer a global one", "correct the config")
-    return every
-
-
-def second_window(value: Any, config: Config) -> Any:
-    """The window of a family without a setting for its pattern: every second layer attends to all keys."""
-    listed_every(2, config)
-    return value
-
-
-def written_kinds(model: Model) -> dict[str, Any]:
-    return {"layer_types": layer_kinds(model.layers, model.sliding_window_every)}

@@ -1,0 +1,31 @@
+"""The parameters of published models are those of the networks that transformers builds from the same configs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from interop.published_configs import CATALOGUE, COUNTED, DEFAULTS
+from models.families import transformers
+from shardwise.interop.huggingface import model_from_hf_config
+from shardwise.spec.parameters import parameter_count
+
+CONFIGS: dict[str, dict[str, Any]] = {name: config for name, (_, config) in (*CATALOGUE.items(), *COUNTED.items())}
+CONFIGS |= {name: {"model_type": name} for name in DEFAULTS}
+# A `Model` has neither OPT's two spare positions nor the attention sinks of gpt-oss.
+LEFT_OUT = {"opt": 2 * 768, "gpt_oss": 24 * 64}
+
+
+@pytest.mark.quick(4)
+@pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if config["model_type"] != "kimi_k2"])
+def test_parameters_are_those_of_transformers(name: str) -> None:
+    config = dict(CONFIGS[name])
+    model_type = config.pop("model_type")
+    with torch.device("meta"):
+        network = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(model_type, **config))
+    ours = parameter_count(model_from_hf_config(CONFIGS[name]))
+    kept = network.state_dict()  # with the balancing biases of routers, which are buffers
+    tensors = [*network.parameters(), *(buffer for part, buffer in network.named_buffers() if part in kept)]
+    assert ours == sum(tensor.numel() for tensor in tensors) - LEFT_OUT.get(model_type, 0)
