@@ -14,8 +14,7 @@ from shardwise.spec.parameters import parameter_count
 
 CONFIGS: dict[str, dict[str, Any]] = {name: config for name, (_, config) in (*CATALOGUE.items(), *COUNTED.items())}
 CONFIGS |= {name: {"model_type": name} for name in DEFAULTS}
-# A `Model` has neither OPT's two spare positions nor the attention sinks of gpt-oss.
-LEFT_OUT = {"opt": 2 * 768, "gpt_oss": 24 * 64}
+LEFT_OUT = {"opt": 2 * 768}  # two spare positions
 
 
 @pytest.mark.quick(4)
