@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cli.running import HEADLINE, run, run_json
+from cli.running import HEADLINE, error_line, run, run_json
 from interop.published_configs import CATALOGUE
 from shardwise.cli.main import main
 from shardwise.spec import Job
@@ -260,6 +260,26 @@ def test_the_catalogue_is_listed_as_text_and_as_json(what: str, monkeypatch: pyt
     assert text.status == 0
     first = next(iter(rows[0]))
     assert all(str(row[first]) in text.out for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("typed", "named"),
+    [
+        ("models qwen2.5 7B", ["qwen2.5-7b"]),
+        ("models llama-3 70", ["llama3-70b", "llama3.1-70b"]),
+        ("clusters h200", ["dgx-h200", "hgx-h200-4gpu"]),
+        ("devices RTX_30", ["rtx-3090"]),
+        ("links nvlink-3", ["nvlink-3", "nvlink-3090"]),
+        ("stacks bridge 26.04", ["megatron-bridge@26.04"]),
+    ],
+)
+def test_words_leave_of_a_list_what_is_named_so(typed: str, named: list[str]) -> None:
+    assert [row["name"] for row in run_json("list", *typed.split())] == named
+
+
+@pytest.mark.parametrize("typed", ["models qwenn-7", "models qwen2.5 zzz", "devices h1000x", "schema job"])
+def test_a_word_that_nothing_is_named_by_is_one_line(typed: str) -> None:
+    assert typed.split()[-1] in error_line(run("list", *typed.split()))
 
 
 def test_a_named_stack_brings_its_overlap_unless_the_strategy_says_otherwise(

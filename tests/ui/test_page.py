@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from browser import Browser, Page, require_browser
+from shardwise.spec import presets
 from shardwise.spec.installation import is_installed
 from shardwise.spec.job import Job
 from shardwise.ui.answer import answer, published
@@ -139,7 +140,7 @@ def test_models_clusters_and_batches_are_picked(page: Page) -> None:
         place = f"document.querySelector('#{field}')"
         page.evaluate(f"{place}.value = {json.dumps(value)}; {place}.dispatchEvent(new Event('change'))")
 
-    changed(page, lambda: pick("model", "llama3-8b"))
+    changed(page, lambda: typed(page, "model", "llama3-8b"))
     changed(page, lambda: pick("cluster", "dgx-b200"))
     changed(page, lambda: typed(page, "size", "4"))
     changed(page, lambda: typed(page, "global_batch", "1M-tokens"))
@@ -166,6 +167,42 @@ def test_by_keyboard_alone(page: Page) -> None:
     assert page.evaluate("document.querySelector('#field-tp .reason').textContent") == ""
     page.press("Tab", 9)
     assert page.evaluate("document.activeElement.closest('.field').dataset.field") == "pp"
+
+
+def test_a_model_is_searched_by_keyboard_and_by_mouse(page: Page, picture: Callable[[Page, str], None]) -> None:
+    field = "document.querySelector('#model')"
+    offered = (
+        "[...document.querySelectorAll('#model-list li')].filter(one => !one.hidden).map(one => one.dataset.value)"
+    )
+    active = f"document.getElementById({field}.getAttribute('aria-activedescendant'))?.dataset.value"
+    page.click("#model")
+    assert page.evaluate(offered) == presets.names("model") and page.evaluate(active) == FIRST["model"]
+    page.type("qwen3")
+    names = [name for name in presets.names("model") if name.startswith("qwen3")]
+    assert page.evaluate(offered) == names and page.evaluate(active) == names[0]
+    picture(page, "models")
+    for _ in range(2):
+        page.press("ArrowDown", 40)
+    assert page.evaluate(active) == names[2]
+    changed(page, lambda: page.press("Enter", 13))
+    assert state(page) == {**FIRST, "model": names[2]} and page.evaluate(f"{field}.value") == names[2]
+    assert page.evaluate("document.activeElement.id") == "model" and page.evaluate(f"{field}.ariaExpanded") == "false"
+    page.evaluate(f"{field}.select()")
+    page.type("llama-3 70")
+    page.press("Escape", 27)
+    assert page.evaluate(f"{field}.value") == names[2] and state(page)["model"] == names[2]
+    page.evaluate(f"{field}.select()")
+    page.type("llama-3 70")
+    changed(page, lambda: page.click("#model-list [data-value='llama3-70b']"))
+    assert_shows(page, FIRST)
+    changed(page, lambda: typed(page, "model", "Qwen/Qwen2.5-32B-Instruct"))
+    assert page.evaluate(SENTENCE).startswith("qwen2.5-32b on")
+    assert "preset qwen2.5-32b" in page.evaluate("document.querySelector('#verdict').textContent")
+    changed(page, lambda: typed(page, "model", "Qwen/Qwen2.5-33B"))
+    assert "hf download Qwen/Qwen2.5-33B" in page.evaluate(
+        "document.querySelector('[data-field=model] .problem').textContent"
+    )
+    page.problems[:] = [one for one in page.problems if "422" not in one]  # the browser logs every refusal
 
 
 @pytest.mark.slow
@@ -244,7 +281,7 @@ def test_a_run_of_another_framework_is_dropped(page: Page, picture: Callable[[Pa
     assert_shows(page, found["job"])
     assert all(one in page.evaluate(told) for one in ("pretrain", "Megatron-LM", *found["notes"]))
     assert page.evaluate("document.querySelector('#origin b').textContent") == "<b>pretrain.sh"
-    assert page.evaluate("document.querySelector('#model').selectedOptions[0].textContent") == "from-megatron"
+    assert page.evaluate("document.querySelector('#model').value") == "from-megatron"
     assert "core_attn" in page.evaluate(told)
     page.evaluate("scrollTo(0, 0)")
     picture(page, "dropped")
@@ -283,13 +320,12 @@ def test_a_link_that_makes_no_sense_says_so(browser: Browser, served: Served) ->
 @pytest.mark.slow
 def test_what_cannot_run_is_searched_or_reset(page: Page) -> None:
     """Another model, for which the layout is impossible: the search and the reset are of what is on the page."""
-    model = "document.querySelector('#model')"
     # A search of one that is never over: a quick one could end before the page is told to stop it.
     endless = "new Promise((_, stop) => told[1].signal.onabort = () => stop(new DOMException('', 'AbortError')))"
     instead = f"told[0] === '/api/plan' ? {endless} : real(...told)"
     noted = f"window.fetch = (...told) => {{ asked.push(told); return {instead}; }}"
     page.evaluate(f"window.asked = []; const real = fetch; {noted}; 0")
-    changed(page, lambda: page.evaluate(f"{model}.value = 'gpt2'; {model}.dispatchEvent(new Event('change'))"))
+    changed(page, lambda: typed(page, "model", "gpt2"))
     assert page.evaluate("document.body.classList.contains('stale')"), "12 heads do not divide by 8"
     assert page.evaluate("document.querySelector('[data-field=tp] .problem button').textContent") == "Reset the layout"
     page.click("#find")

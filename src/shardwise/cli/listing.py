@@ -11,7 +11,7 @@ from shardwise.cli.parser import Parser
 from shardwise.report.page import Page
 from shardwise.report.tables import Column, FittedTable
 from shardwise.spec import presets
-from shardwise.spec.errors import SpecError, nearest_name
+from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.hardware import Cluster, Device
 from shardwise.spec.model import Model
 from shardwise.spec.network import Link
@@ -20,6 +20,7 @@ from shardwise.spec.stack import ForMixtures, Stack
 from shardwise.spec.units import readable_bytes, readable_count, readable_rate, readable_seconds
 
 Row = dict[str, Any]
+_NAMING = ("name", "device", "collective", "topology", "algorithm", "target")  # columns that words are looked for in
 _OPTIONAL = ("published", "vocab", "heads", "hidden", "closed form", "schedule")  # what a narrow console leaves out
 
 
@@ -27,23 +28,42 @@ def run(arguments: list[str]) -> int:
     parser = Parser(
         "list",
         "Shows the catalogue. Any name in it works wherever a file of your own would.",
-        "shardwise list clusters",
+        "shardwise list models qwen",
     )
     parser.add_argument("what", help=", ".join(WHAT))
+    parser.add_argument("words", nargs="*", metavar="WORD", help="show only entries that have every word in their name")
     add_output_arguments(parser)
     parser.add_argument("--sources", action="store_true", help="show where each entry comes from")
     parsed = parser.parse(arguments)
     if parsed.what not in WHAT:
         raise SpecError("", f"unknown list {parsed.what!r}", nearest_name(parsed.what, WHAT))
     if parsed.what == "schema":
+        if parsed.words:
+            raise SpecError("", f"schema is one document, without {shown(' '.join(parsed.words))}", "leave it out")
         from shardwise.spec.schema import job_schema
 
         print(json.dumps(job_schema(), indent=2, ensure_ascii=False))
         return 0
     rows = _TABLES[parsed.what]() if parsed.what in _TABLES else _presets(*_PRESETS[parsed.what])
+    rows = _named(rows, parsed.words, parsed.what)
     hidden = () if parsed.sources else ("source",)
     show(parsed, lambda: _page(rows, hidden), lambda: rows)
     return 0
+
+
+def _named(rows: list[Row], words: list[str], what: str) -> list[Row]:
+    """The rows with every word in their names, as people type these: "llama-3" is in "llama3-8b"."""
+    named = [("".join(_letters(str(row[column])) for column in _NAMING if column in row), row) for row in rows]
+    found = [row for name, row in named if all(_letters(word) in name for word in words)]
+    if not found:
+        every = sorted({str(row[next(iter(row))]) for row in rows})
+        remedy = nearest_name(words[0], every) or f"`shardwise list {what}` shows all"
+        raise SpecError("", f"no {what} are named {shown(' '.join(words))}", remedy)
+    return found
+
+
+def _letters(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter not in "-_ ")
 
 
 def _page(rows: list[Row], hidden: tuple[str, ...]) -> Page:

@@ -47,14 +47,14 @@ FORMER = {"deepspeed-2021": "deepspeed@2021", "megatron-2022": "megatron-core@20
 
 
 def names(kind: str) -> list[str]:
-    """All preset names of a kind (see `KINDS`), sorted."""
-    return sorted(_files(kind))
+    """All preset names of a kind (see `KINDS`), sorted; the members of a family in the order of their file, by size."""
+    return list(_files(kind))
 
 
 @functools.cache
 def _files(kind: str) -> Mapping[str, Path]:
     """The file of every preset."""
-    paths = (_FOLDER / f"{kind}s").glob("*.yaml")
+    paths = sorted((_FOLDER / f"{kind}s").glob("*.yaml"), key=lambda path: path.stem)
     return {name: path for path in paths for name in _members(path, kind) or (path.stem,)}
 
 

@@ -1,5 +1,6 @@
 // The controls: what is picked or typed, and the values of the layout as chips, the impossible ones with their reason.
 
+import { combobox } from "./combobox.js";
 import { byId, count, el } from "./dom.js";
 import { change } from "./state.js";
 
@@ -25,17 +26,16 @@ const MORE = {
 };
 const SHOWN = new Set([...Object.keys(LAYOUT), ...Object.keys(MORE), "model", "cluster", "gpus", "global_batch", "seq", "stack"]);
 let catalogue;
+let showModel;
 
 /** Fills the lists, and listens to what is typed. */
 export function prepare(known) {
   catalogue = known;
-  byId("model").append(...known.models.map((one) => el("option", { value: one.name }, one.name)));
+  const ask = (name) => (name.includes("/") ? `Ask for ${name}` : `No model has ${name} in its name`);
+  showModel = combobox(byId("model"), byId("model-list"), known.models.map(({ name, words }) => ({ name, words: words.replace(" parameters", "") })), ask, (model) => change({ model }));
   byId("cluster").append(...known.clusters.map((one) => el("option", { value: one.name }, one.name)));
   byId("stack").append(...known.stacks.map((name) => el("option", { value: name }, name)));
   byId("controls").addEventListener("submit", (event) => event.preventDefault());
-  byId("model").addEventListener("change", (event) => {
-    if (event.target.value !== "pasted") change({ model: event.target.value });
-  });
   byId("cluster").addEventListener("change", (event) => {
     if (event.target.value !== "own") change({ cluster: named(event.target.value), gpus: null, dp: null });
   });
@@ -74,11 +74,8 @@ function named(name) {
 
 /** The lists and fields as the job has them. */
 export function showJob(job) {
-  const pasted = typeof job.model !== "string";
-  const model = byId("model");
-  model.querySelector("[value=pasted]")?.remove();
-  if (pasted && job.model) model.append(el("option", { value: "pasted" }, job.model.model_type || job.model.text_config ? "pasted config.json" : String(job.model.name ?? "own model")));
-  model.value = pasted ? "pasted" : job.model;
+  const own = job.model?.model_type || job.model?.text_config ? "pasted config.json" : String(job.model?.name ?? "own model");
+  showModel(typeof job.model === "string" || !job.model ? job.model ?? "" : own);
   const known = catalogue.models.find((one) => one.name === job.model);
   byId("model-words").textContent = known ? known.words : "";
   showCluster(job.cluster);
