@@ -205,6 +205,51 @@ COUNTED: dict[str, tuple[int, dict[str, Any]]] = {
         "hidden_size": 768, "max_position_embeddings": 2048, "num_attention_heads": 12,
         "num_hidden_layers": 12, "vocab_size": 50272, "word_embed_proj_dim": 768,
     }),
+    "zai-org/GLM-4.5-Air": (106852251264, {
+        "model_type": "glm4_moe", "attention_bias": True, "head_dim": 128, "hidden_size": 4096, "intermediate_size":
+        10944, "max_position_embeddings": 131072, "moe_intermediate_size": 1408, "n_group": 1, "topk_group": 1,
+        "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 96,
+        "num_experts_per_tok": 8, "first_k_dense_replace": 1, "num_hidden_layers": 46, "num_key_value_heads": 8,
+        "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_theta": 1000000, "routed_scaling_factor": 1.0,
+        "num_nextn_predict_layers": 1, "use_qk_norm": False, "vocab_size": 151552, "tie_word_embeddings": False,
+    }),
+    "zai-org/GLM-4.6": (352797829024, {
+        "model_type": "glm4_moe", "attention_bias": True, "head_dim": 128, "hidden_size": 5120, "intermediate_size":
+        12288, "max_position_embeddings": 202752, "moe_intermediate_size": 1536, "n_group": 1, "topk_group": 1,
+        "n_routed_experts": 160, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 96,
+        "num_experts_per_tok": 8, "first_k_dense_replace": 3, "num_hidden_layers": 92, "num_key_value_heads": 8,
+        "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_theta": 1000000, "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 1, "use_qk_norm": True, "vocab_size": 151552, "tie_word_embeddings": False,
+    }),
+    "MiniMaxAI/MiniMax-M2": (228689764864, {
+        "model_type": "minimax_m2", "head_dim": 128, "hidden_size": 3072, "intermediate_size": 1536,
+        "max_position_embeddings": 196608, "num_attention_heads": 48, "num_experts_per_tok": 8, "num_hidden_layers":
+        62, "num_key_value_heads": 8, "num_local_experts": 256, "rms_norm_eps": 1e-06, "rope_theta": 5000000,
+        "rotary_dim": 64, "scoring_func": "sigmoid", "shared_intermediate_size": 0, "vocab_size": 200064,
+        "tie_word_embeddings": False,
+    }),
+    "allenai/OLMoE-1B-7B-0924": (6919161856, {
+        "model_type": "olmoe", "attention_bias": False, "clip_qkv": None, "hidden_size": 2048, "intermediate_size":
+        1024, "max_position_embeddings": 4096, "norm_topk_prob": False, "num_attention_heads": 16, "num_experts":
+        64, "num_experts_per_tok": 8, "num_hidden_layers": 16, "num_key_value_heads": 16, "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0, "vocab_size": 50304, "tie_word_embeddings": False,
+    }),
+    "rednote-hilab/dots.llm1.base": (142774381696, {
+        "model_type": "dots1", "attention_bias": False, "first_k_dense_replace": 1, "head_dim": 128, "hidden_size":
+        4096, "intermediate_size": 10944, "max_position_embeddings": 32768, "max_window_layers": 62,
+        "moe_intermediate_size": 1408, "n_group": 1, "topk_group": 1, "n_routed_experts": 128, "n_shared_experts":
+        2, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts_per_tok": 6, "num_hidden_layers": 62,
+        "num_key_value_heads": 32, "rms_norm_eps": 1e-05, "rope_theta": 10000000, "routed_scaling_factor": 2.5,
+        "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 152064,
+    }),
+    "Qwen/Qwen3-VL-30B-A3B-Instruct": (30532122624, {
+        "model_type": "qwen3_vl_moe_text", "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 262144,
+        "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32,
+        "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06, "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20],
+        "rope_type": "default"}, "rope_theta": 5000000, "tie_word_embeddings": False, "vocab_size": 151936,
+    }),
 }  # fmt: skip
 
 # What transformers 5 builds from the defaults of a family alone; `models/huggingface/test_counts.py` lets it count.

@@ -32,6 +32,8 @@ LATENT: dict[str, Any] = {
 V3: dict[str, Any] = {**LATENT, "q_lora_rank": 12, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0}
 GEMMA: dict[str, Any] = {**SMALL, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 5,
                          "pad_token_id": None}  # fmt: skip
+BALANCED: dict[str, Any] = {**EXPERTS, "n_routed_experts": 8, "first_k_dense_replace": 1}
+GLM: dict[str, Any] = {**SMALL, **BALANCED, "head_dim": 16}
 GPT_OSS: dict[str, Any] = {
     **SMALL,
     "head_dim": 8,
@@ -94,6 +96,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2-uncapped": ("Gemma2", {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gemma2-listed": ("Gemma2", {**GEMMA, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}),
     "gemma3": ("Gemma3", {**GEMMA, "sliding_window_pattern": 3, "final_logit_softcapping": 4.0}),
+    "glm4-moe": ("Glm4Moe", {**GLM, "num_nextn_predict_layers": 0}),
+    "glm4-moe-unlike": ("Glm4Moe", {**GLM, "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.25,
+                                    "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "n_shared_experts": 2,
+                                    "norm_topk_prob": False, "num_nextn_predict_layers": 0}),
+    "dots1": ("Dots1", {**SMALL, **BALANCED, "n_shared_experts": 2, "max_window_layers": 3}),
+    "dots1-window": ("Dots1", {**SMALL, **BALANCED, "n_shared_experts": 1, "max_window_layers": 0, "sliding_window": 5,
+                               "norm_topk_prob": True, "attention_bias": True}),
+    "minimax-m2": ("MiniMaxM2", {**SMALL, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "minimax-m2-share": ("MiniMaxM2", {**SMALL, "head_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 3,
+                                       "rotary_dim": 4}),
+    "olmoe": ("Olmoe", {**SMALL, "num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None}),
+    "olmoe-clip": ("Olmoe", {**SMALL, "num_experts": 8, "num_experts_per_tok": 2, "pad_token_id": None,
+                             "norm_topk_prob": True, "clip_qkv": 0.8}),
     "gpt-oss": ("GptOss", GPT_OSS),
     "gpt-oss-unlike": ("GptOss", {**GPT_OSS, "attention_bias": False, "swiglu_limit": 0.3, "swiglu_alpha": 0.7,
                                   "sliding_window": 64,

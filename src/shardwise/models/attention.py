@@ -191,10 +191,10 @@ class Attention(nn.Module):
         residual: Tensor | None,
     ) -> Tensor:  # fmt: skip
         query, key, value = projected
-        if self.clip is not None:
-            query, key, value = (tensor.clamp(-self.clip, self.clip) for tensor in (query, key, value))
         if self.normed_whole:
             query, key = self._normed(query, key)
+        if self.clip is not None:
+            query, key, value = (tensor.clamp(-self.clip, self.clip) for tensor in (query, key, value))
         query, key, value = (torch.unflatten(tensor, -1, (-1, self.head_size)) for tensor in (query, key, value))
         query, key = self.positioned(query, key, rotation)
         if self.sinks is not None:

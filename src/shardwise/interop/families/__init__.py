@@ -9,11 +9,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.interop.families import deepseek, gemma, gpt, gpt_oss, granite, llama, olmo, phi, qwen, seed, smollm
+from shardwise.interop.families import (
+    deepseek,
+    dots,
+    gemma,
+    glm,
+    gpt,
+    gpt_oss,
+    granite,
+    llama,
+    minimax,
+    olmo,
+    phi,
+    qwen,
+    seed,
+    smollm,
+)
 from shardwise.interop.keys import Family
 
 # A model is written as the first family that can express it.
-_LINES = (llama, phi, olmo, qwen, deepseek, gemma, gpt, gpt_oss, smollm, seed, granite)
+_LINES = (llama, phi, olmo, qwen, deepseek, glm, dots, minimax, gemma, gpt, gpt_oss, smollm, seed, granite)
 
 FAMILIES: dict[str, Family] = {family.model_type: family for line in _LINES for family in line.FAMILIES}
 ALIASES = {"kimi_k2": "deepseek_v3"}

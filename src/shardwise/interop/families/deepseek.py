@@ -22,16 +22,11 @@ def _expert_groups(value: Any, config: Config) -> Any:
 
 # fmt: off
 _NAMES = {**ATTENTION, **LATENT, **MLP, **EXPERTS, **shared_in("shared_experts")}
+BALANCING_BIAS = {"mlp.router.bias": "mlp.gate.e_score_correction_bias"}
 # Beside copies of embedding and head, which are not read.
-_PREDICTION = {"token_norm": "enorm", "hidden_norm": "hnorm", "joined": "eh_proj", "norm": "shared_head.norm"}
+PREDICTION = {"token_norm": "enorm", "hidden_norm": "hnorm", "joined": "eh_proj", "norm": "shared_head.norm"}
 _INTERLEAVED = frozenset({"attention.query", "attention.query_up", "attention.key_value_down"})
-_DEEPSEEK = {
-    **SHAPE, **KV_HEADS, **SILU, **NUMERICS,
-    "mla.q_rank": key("q_lora_rank", 1536, nullable=True),
-    "mla.kv_rank": key("kv_lora_rank", 512),
-    "mla.nope_dim": key("qk_nope_head_dim", 128),
-    "mla.rope_dim": key("qk_rope_head_dim", 64),
-    "mla.value_dim": key("v_head_dim", 128),
+MIXTURE = {
     "moe.experts": key("n_routed_experts|num_local_experts", 64),
     "moe.top_k": key("num_experts_per_tok", None, nullable=False),
     "moe.ffn": key("moe_intermediate_size", 1407),
@@ -41,9 +36,21 @@ _DEEPSEEK = {
         write=lambda value, model: value // model.moe.ffn if model.moe else 0,
     ),
     "moe.dense_layers": key("first_k_dense_replace", 0),
-    "moe.router": key("scoring_func", "softmax", types=TEXT),
     "numerics.router_scale": key("routed_scaling_factor", 1.0),
     "numerics.renormalise_top_k": key("norm_topk_prob", False),
+}
+# Of families whose scores are sigmoids balanced by a bias, with groups of experts.
+BALANCED_KEYS = {**MIXTURE, "moe.groups": key("n_group", 1), "moe.groups_used": key("topk_group", 1)}
+BALANCED = {"moe.router": "sigmoid", "moe.router_bias": True}
+BALANCED_NAMES = {**MLP, **EXPERTS, **shared_in("shared_experts"), **BALANCING_BIAS}
+_DEEPSEEK = {
+    **SHAPE, **KV_HEADS, **SILU, **NUMERICS, **MIXTURE,
+    "mla.q_rank": key("q_lora_rank", 1536, nullable=True),
+    "mla.kv_rank": key("kv_lora_rank", 512),
+    "mla.nope_dim": key("qk_nope_head_dim", 128),
+    "mla.rope_dim": key("qk_rope_head_dim", 64),
+    "mla.value_dim": key("v_head_dim", 128),
+    "moe.router": key("scoring_func", "softmax", types=TEXT),
     "moe.router_bias": key(  # load is balanced by a bias on the router under this name of the method
         "topk_method", "greedy", types=TEXT, read=lambda value, config: value == "noaux_tc", write=_routing_method
     ),
@@ -69,7 +76,7 @@ _DEEPSEEK_V3 = Family(
     {**_DEEPSEEK_REQUIRES, "scoring_func": "sigmoid"},
     tensors=stored_as(
         "DeepseekV3ForCausalLM",
-        _NAMES, {"mlp.router.bias": "mlp.gate.e_score_correction_bias"}, _PREDICTION, interleaved=_INTERLEAVED,
+        _NAMES, BALANCING_BIAS, PREDICTION, interleaved=_INTERLEAVED,
     ),
 )
 

@@ -7,7 +7,7 @@ from typing import Any
 from shardwise.interop import keys
 from shardwise.interop.families.shared import BIAS, GROUPED, NUMERICS, RMS, SILU, WINDOW
 from shardwise.interop.keys import Family, key, with_defaults
-from shardwise.interop.tensor_names import ATTENTION, MLP, OUT_NORMS, stored_as
+from shardwise.interop.tensor_names import ATTENTION, EXPERTS, MLP, OUT_NORMS, stored_as
 from shardwise.spec.model import Model
 
 
@@ -53,5 +53,22 @@ _OLMO_3 = Family(
     layers=lambda config, layers: keys.listed_layers(config, layers, keys.usual_every(4)),
 )
 
-FAMILIES = (_OLMO, _OLMO_2, _OLMO_3)
+_OLMOE = Family(
+    "olmoe",
+    with_defaults(
+        {
+            **_OLMO_KEYS,
+            "numerics.clip_qkv": key("clip_qkv", None),
+            "moe.experts": key("num_experts|num_local_experts", 64),
+            "moe.top_k": key("num_experts_per_tok", 8),
+            "moe.ffn": key("intermediate_size", 2048),
+            "numerics.renormalise_top_k": key("norm_topk_prob", False),
+        },
+        layers=16, hidden=2048, heads=16, ffn=2048, max_seq=4096, **{"numerics.norm_epsilon": 1e-5},
+    ),
+    {**RMS, "qk_norm": True, "qk_norm_whole": True},
+    tensors=stored_as("OlmoeForCausalLM", ATTENTION, EXPERTS),
+)
+
+FAMILIES = (_OLMO, _OLMO_2, _OLMO_3, _OLMOE)
 # fmt: on

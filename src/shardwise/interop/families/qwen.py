@@ -117,5 +117,15 @@ _QWEN_3_MOE = Family(
     tensors=stored_as("Qwen3MoeForCausalLM", ATTENTION, MLP, EXPERTS),
 )
 
-FAMILIES = (_QWEN_2, _QWEN_3, _QWEN_2_MOE, _QWEN_3_MOE)
+_QWEN_3_VL_MOE = Family(  # positions in pictures are those of text as long as there are none
+    "qwen3_vl_moe_text",
+    with_defaults(
+        {**GROUPED, **SILU, **BIAS, **NUMERICS, **_QWEN_EXPERTS},
+        layers=24, hidden=2048, heads=16, kv_heads=16, ffn=5632, vocab=151936, max_seq=128000, tied_embeddings=True,
+        **{"numerics.rope_theta": 500_000.0, "numerics.renormalise_top_k": True},
+    ),
+    {**RMS, "qk_norm": True},
+)
+
+FAMILIES = (_QWEN_2, _QWEN_3, _QWEN_2_MOE, _QWEN_3_MOE, _QWEN_3_VL_MOE)
 # fmt: on
