@@ -101,7 +101,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                                     "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "n_shared_experts": 2,
                                     "norm_topk_prob": False, "num_nextn_predict_layers": 0}),
     "dots1": ("Dots1", {**SMALL, **BALANCED, "n_shared_experts": 2, "max_window_layers": 3}),
-    "dots1-window": ("Dots1", {**SMALL, **BALANCED, "n_shared_experts": 1, "max_window_layers": 0, "sliding_window": 5,
+    "dots1-window": ("Dots1", {**SMALL, **BALANCED, "n_shared_experts": 1, "max_window_layers": 1, "sliding_window": 5,
                                "norm_topk_prob": True, "attention_bias": True}),
     "minimax-m2": ("MiniMaxM2", {**SMALL, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "minimax-m2-share": ("MiniMaxM2", {**SMALL, "head_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 3,

@@ -14,11 +14,14 @@ from shardwise.spec.parameters import parameter_count
 
 CONFIGS: dict[str, dict[str, Any]] = {name: config for name, (_, config) in (*CATALOGUE.items(), *COUNTED.items())}
 CONFIGS |= {name: {"model_type": name} for name in DEFAULTS}
+WITHOUT_HEAD = ("qwen3_vl_moe_text",)  # the library has no language model of these by itself
 LEFT_OUT = {"opt": 2 * 768}  # two spare positions
 
 
 @pytest.mark.quick(4)
-@pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if config["model_type"] != "kimi_k2"])
+@pytest.mark.parametrize(
+    "name", [name for name, config in CONFIGS.items() if config["model_type"] not in ("kimi_k2", *WITHOUT_HEAD)]
+)
 def test_parameters_are_those_of_transformers(name: str) -> None:
     config = dict(CONFIGS[name])
     model_type = config.pop("model_type")

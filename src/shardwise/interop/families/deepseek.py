@@ -16,6 +16,12 @@ def _routing_method(value: Any, model: Model) -> str:
     return "group_limited_greedy" if model.moe and model.moe.groups > 1 else "greedy"
 
 
+def _leading_dense(value: Any, model: Model) -> int:
+    """Also of a model whose layers are listed by a pattern."""
+    kinds = [layer.feed_forward for layer in model.every_layer[: model.layers]]
+    return kinds.index("mixture") if "mixture" in kinds else len(kinds)
+
+
 def _expert_groups(value: Any, config: Config) -> Any:
     return 1 if value is None or config["topk_method"] == "greedy" else value
 
@@ -35,7 +41,7 @@ MIXTURE = {
         read=lambda value, config: (value or 0) * config["moe_intermediate_size"],
         write=lambda value, model: value // model.moe.ffn if model.moe else 0,
     ),
-    "moe.dense_layers": key("first_k_dense_replace", 0),
+    "moe.dense_layers": key("first_k_dense_replace", 0, write=_leading_dense),
     "numerics.router_scale": key("routed_scaling_factor", 1.0),
     "numerics.renormalise_top_k": key("norm_topk_prob", False),
 }
