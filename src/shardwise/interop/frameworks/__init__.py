@@ -16,11 +16,13 @@ from shardwise.interop.frameworks.axolotl import AXOLOTL
 from shardwise.interop.frameworks.colossalai import COLOSSALAI
 from shardwise.interop.frameworks.deepspeed import DEEPSPEED
 from shardwise.interop.frameworks.job_fields import Exported, Imported, Lost, effective_fields
+from shardwise.interop.frameworks.litgpt import LITGPT
 from shardwise.interop.frameworks.llamafactory import LLAMAFACTORY
 from shardwise.interop.frameworks.megatron import MEGATRON
 from shardwise.interop.frameworks.nanotron import NANOTRON
 from shardwise.interop.frameworks.target import Target
 from shardwise.interop.frameworks.torchtitan import TORCHTITAN
+from shardwise.interop.frameworks.torchtune import TORCHTUNE
 from shardwise.interop.recognise import own_kind, suffix_of
 from shardwise.spec import files, presets
 from shardwise.spec.errors import SpecError, nearest_name, shown
@@ -38,7 +40,10 @@ TARGETS: dict[str, Target] = {
     framework.name: framework for framework in (DEEPSPEED, MEGATRON, TORCHTITAN, ACCELERATE, NANOTRON, COLOSSALAI)
 }
 # Those whose configurations are read, which are not all written.
-READERS: dict[str, Target] = {**TARGETS, **{framework.name: framework for framework in (AXOLOTL, LLAMAFACTORY)}}
+READERS: dict[str, Target] = {
+    **TARGETS,
+    **{framework.name: framework for framework in (AXOLOTL, LLAMAFACTORY, TORCHTUNE, LITGPT)},
+}
 
 
 def target(name: str) -> Target:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from shardwise.interop.frameworks import trainer
+from shardwise.interop.frameworks import recipes
 from shardwise.interop.frameworks.target import Reading, Target
 from shardwise.spec.errors import SpecError, shown
 
@@ -27,31 +27,31 @@ _PIECES = ("liger_fused_linear_cross_entropy", "cut_cross_entropy", "chunked_cro
 
 
 def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
-    trainer.read_model(reading, fields, "base_model")
+    recipes.read_model(reading, fields, "base_model")
     fields["training.seq"] = reading.count("sequence_len", 512)
     fields["training.task"] = "sft"
     _read_precision(reading, fields)
     _read_layout(reading, fields)
-    trainer.read_batch(reading, fields, "micro_batch_size", "gradient_accumulation_steps", usual=1)
+    recipes.read_batch(reading, fields, "micro_batch_size", "gradient_accumulation_steps", usual=1)
     packed = reading.flag("sample_packing")
     padded = reading.flag("pad_to_sequence_len") or reading.has("pretraining_dataset")
     if packed or not padded:
-        trainer.note_lengths(reading, packed=packed, length=f"{fields['training.seq']:,}")
-    trainer.read_optimizer(reading, fields, "optimizer", "adamw_torch_fused")
-    trainer.read_learning(reading, fields, _LEARNING)
-    trainer.read_steps(reading, fields, "max_steps")
+        recipes.note_lengths(reading, packed=packed, length=f"{fields['training.seq']:,}")
+    recipes.read_optimizer(reading, fields, "optimizer", "adamw_torch_fused")
+    recipes.read_learning(reading, fields, _LEARNING)
+    recipes.read_steps(reading, fields, "max_steps")
     _read_method(reading, fields)
     _read_recompute(reading, fields)
     _read_kernels(reading, fields)
     _read_task(reading, fields)
     sharded = fields["strategy.zero"] == 3 or fields.get("stack") == "deepspeed"
     if "training.adapters.rank" not in fields and not sharded and fields["training.precision"] == "bf16":
-        trainer.keep_all_in_16_bit(fields)
+        recipes.keep_all_in_16_bit(fields)
 
 
 def _read_precision(reading: Reading, fields: dict[str, Any]) -> None:
     """``bf16: auto`` is bf16 wherever the device has it; the model is loaded in that format."""
-    switched = {name: trainer.is_on(reading, name) for name in ("bf16", "bfloat16", "fp16", "float16")}
+    switched = {name: recipes.is_on(reading, name) for name in ("bf16", "bfloat16", "fp16", "float16")}
     half = switched["bf16"] or switched["bfloat16"]
     fields["training.precision"] = "bf16" if half else "fp32"
     if not half and (switched["fp16"] or switched["float16"]):
@@ -75,10 +75,10 @@ def _read_layout(reading: Reading, fields: dict[str, Any]) -> None:
     listed = reading.value("fsdp")
     sharding = listed or reading.section("fsdp_config") or (shards or 1) > 1
     if reading.has("deepspeed"):
-        trainer.read_deepspeed(reading, fields, "deepspeed")
+        recipes.read_deepspeed(reading, fields, "deepspeed")
     elif sharding:
         version = reading.count("fsdp_version", reading.count("fsdp_config.fsdp_version", 1 if listed else 2))
-        trainer.read_fsdp(reading, fields, "fsdp_config", version)
+        recipes.read_fsdp(reading, fields, "fsdp_config", version)
         words = listed if isinstance(listed, list) else []
         if "shard_grad_op" in words:
             fields["strategy.zero"] = 2
@@ -112,14 +112,14 @@ def _read_method(reading: Reading, fields: dict[str, Any]) -> None:
         "training.adapters.targets": ["all-linear"] if every or named is None
         else _named_targets(reading, named),
     })  # fmt: skip
-    model = trainer.model_of(reading, fields)
+    model = recipes.model_of(reading, fields)
     mixture = model is not None and model.moe is not None
     fields["training.adapters.experts"] = mixture and reading.value("lora_target_parameters") is not None
     bits = bits or (4 if word == "qlora" else None)
-    trainer.read_base(fields, bits=bits, double=True)  # loaders/model.py
+    recipes.read_base(fields, bits=bits, double=True)  # loaders/model.py
     if not reading.flag("quantize_moe_experts") and mixture and bits:
         reading.notes.append("experts stay in 16 bits without quantize_moe_experts: more memory than is priced")
-    trainer.read_saved_modules(reading, fields, "lora_modules_to_save")
+    recipes.read_saved_modules(reading, fields, "lora_modules_to_save")
     fused = [reading.flag(name) for name in ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")]
     if all(fused):
         fields["stack.adapters"] = "fused"
@@ -131,7 +131,7 @@ def _named_targets(reading: Reading, named: Any) -> list[str]:
         words = set(re.findall(r"[a-z_]+", named))
         named = [name for name in _PROJECTIONS if name in words or {name.removesuffix("_proj"), "_proj"} <= words]
         reading.notes.append(f"lora_target_modules is a pattern, read as {', '.join(named) or 'all linear layers'}")
-    return trainer.targets_of(reading, "lora_target_modules", named)
+    return recipes.targets_of(reading, "lora_target_modules", named)
 
 
 def _read_unfrozen(reading: Reading) -> None:
@@ -152,19 +152,19 @@ def _read_recompute(reading: Reading, fields: dict[str, Any]) -> None:
 
 
 def _read_kernels(reading: Reading, fields: dict[str, Any]) -> None:
-    trainer.read_attention(reading, fields, "attn_implementation")
+    recipes.read_attention(reading, fields, "attn_implementation")
     for flag, kind in _ATTENTION_FLAGS.items():
         if reading.value(flag, False) is True:
             fields["training.attention"] = kind
     names = ("liger_rms_norm", "liger_glu_activation", "liger_rope", "liger_layer_norm", "liger_swiglu")
     liger = [reading.flag(name) for name in names]
     if any(liger):
-        fields.update(trainer.LIGER)
+        fields.update(recipes.LIGER)
     plugins = str(reading.value("plugins", "")).lower()
     pieces = [reading.value(name, False) is True for name in _PIECES]
     if any(pieces) or "cut_cross_entropy" in plugins:
-        fields.update(trainer.LOSS_IN_PIECES)
-    if trainer.is_on(reading, "torch_compile"):
+        fields.update(recipes.LOSS_IN_PIECES)
+    if recipes.is_on(reading, "torch_compile"):
         fields.update({"training.compile": True, "stack.elementwise": "compiled"})
 
 
@@ -185,7 +185,7 @@ def _read_task(reading: Reading, fields: dict[str, Any]) -> None:
 AXOLOTL = Target(
     name="axolotl",
     title="Axolotl",
-    format=trainer.RECIPE,
+    format=recipes.RECIPE,
     signature=("base_model",),
     options=(),
     interpret=_interpret,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shardwise.interop.frameworks import trainer
+from shardwise.interop.frameworks import recipes
 from shardwise.interop.frameworks.documents import Names, Settings
 from shardwise.interop.frameworks.target import Reading, Target
 from shardwise.spec.errors import SpecError, shown
@@ -36,7 +36,7 @@ _IN_VERSION_1 = {
 
 def _parse(text: str, what: str, names: Names) -> Settings:
     """Settings of version 1 by the names that the others have, with its defaults."""
-    settings = trainer.RECIPE.parse(text, what, names)
+    settings = recipes.RECIPE.parse(text, what, names)
     if "model" not in settings or "model_name_or_path" in settings:
         return settings
     usual: Settings = {"finetuning_type": "full", "bf16": True, "per_device_train_batch_size": 1}
@@ -50,7 +50,7 @@ def _parse(text: str, what: str, names: Names) -> Settings:
 def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
     if not reading.flag("do_train", True):
         raise SpecError("do_train", "false: this recipe trains nothing", "give one that trains")
-    trainer.read_model(reading, fields, "model_name_or_path")
+    recipes.read_model(reading, fields, "model_name_or_path")
     fields["training.seq"] = reading.count("cutoff_len", 2048)
     cp = reading.count("cp_size", 1)
     fields.update({"strategy.tp": 1, "strategy.cp": cp, "strategy.zero": 0})
@@ -59,24 +59,24 @@ def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
     _read_task(reading, fields)
     _read_precision(reading, fields)
     if reading.has("deepspeed"):
-        trainer.read_deepspeed(reading, fields, "deepspeed")
+        recipes.read_deepspeed(reading, fields, "deepspeed")
     elif reading.has("fsdp"):
         words = str(reading.value("fsdp")).split()
-        trainer.read_fsdp(reading, fields, "fsdp_config", reading.count("fsdp_config.version", 1))
+        recipes.read_fsdp(reading, fields, "fsdp_config", reading.count("fsdp_config.version", 1))
         fields["strategy.zero"] = 2 if "shard_grad_op" in words else fields["strategy.zero"]
-    trainer.read_batch(
+    recipes.read_batch(
         reading, fields, "per_device_train_batch_size", "gradient_accumulation_steps", usual=8
     )  # transformers' default
     if (batch := reading.count("global_batch_size", None)) is not None:
         fields["training.global_batch"] = batch
     packed = reading.flag("packing", fields["training.task"] == "pretrain") or reading.flag("neat_packing")
     if fields["training.task"] != "pretrain":
-        trainer.note_lengths(reading, packed=packed, length=f"{fields['training.seq']:,}")
-    trainer.read_optimizer(reading, fields, "optim", "adamw_torch_fused")
+        recipes.note_lengths(reading, packed=packed, length=f"{fields['training.seq']:,}")
+    recipes.read_optimizer(reading, fields, "optim", "adamw_torch_fused")
     if reading.flag("use_muon"):
         fields["training.optimizer"] = "muon"
-    trainer.read_learning(reading, fields, _LEARNING)
-    trainer.read_steps(reading, fields, "max_steps")
+    recipes.read_learning(reading, fields, _LEARNING)
+    recipes.read_steps(reading, fields, "max_steps")
     # Checkpointing is on unless it is switched off (model/model_utils/checkpointing.py).
     off = reading.flag("disable_gradient_checkpointing")
     fields["strategy.recompute"] = "none" if off else "full"
@@ -109,7 +109,7 @@ def _read_method(reading: Reading, fields: dict[str, Any]) -> None:
     bits = reading.integer("quantization_bit", None)
     if word == "full":
         if reading.flag("pure_bf16") and fields["strategy.zero"] == 0:
-            trainer.keep_all_in_16_bit(fields)
+            recipes.keep_all_in_16_bit(fields)
         return
     if word == "freeze":
         _read_freeze(reading, fields)
@@ -123,22 +123,22 @@ def _read_method(reading: Reading, fields: dict[str, Any]) -> None:
         "training.adapters.dropout": float(reading.number("lora_dropout", 0.0)),
         "training.adapters.method": "dora" if reading.flag("use_dora") else "lora",
         "training.adapters.scaling": "rank-stabilised" if reading.flag("use_rslora") else "standard",
-        "training.adapters.targets": trainer.targets_of(reading, "lora_target", reading.value("lora_target", "all")),
+        "training.adapters.targets": recipes.targets_of(reading, "lora_target", reading.value("lora_target", "all")),
     })  # fmt: skip
     if bits not in (None, 4, 8):
         reading.notes.append(f"quantization_bit {bits}: a base in 4 bits is priced")
     if reading.text("quantization_method", "bnb").lower() not in ("bnb", "bitsandbytes"):
         reading.notes.append("quantization_method: priced as bitsandbytes of as many bits")
     double = reading.flag("double_quantization", True)
-    trainer.read_base(fields, bits=None if bits is None else 8 if bits == 8 else 4, double=double)
+    recipes.read_base(fields, bits=None if bits is None else 8 if bits == 8 else 4, double=double)
     if reading.flag("use_unsloth"):
         fields.update({"stack.adapters": "fused", "stack.norms": "fused", "stack.loss": "pieces"})
-    trainer.read_saved_modules(reading, fields, "additional_target")
+    recipes.read_saved_modules(reading, fields, "additional_target")
 
 
 def _read_freeze(reading: Reading, fields: dict[str, Any]) -> None:
     """The last layers are trained, or the first where the number is below zero."""
-    model = trainer.model_of(reading, fields)
+    model = recipes.model_of(reading, fields)
     number = reading.integer("freeze_trainable_layers", 2)
     reading.value("freeze_trainable_modules")
     if model is None or abs(number) > model.layers:
@@ -149,15 +149,15 @@ def _read_freeze(reading: Reading, fields: dict[str, Any]) -> None:
 
 
 def _read_kernels(reading: Reading, fields: dict[str, Any]) -> None:
-    trainer.read_attention(reading, fields, "flash_attn")
+    recipes.read_attention(reading, fields, "flash_attn")
     if reading.flag("enable_liger_kernel"):
-        fields.update({**trainer.LIGER, **trainer.LOSS_IN_PIECES})
+        fields.update({**recipes.LIGER, **recipes.LOSS_IN_PIECES})
 
 
 LLAMAFACTORY = Target(
     name="llamafactory",
     title="LLaMA-Factory",
-    format=replace(trainer.RECIPE, parse=_parse),
+    format=replace(recipes.RECIPE, parse=_parse),
     signature=("finetuning_type", "cutoff_len"),
     options=(),
     interpret=_interpret,

@@ -1,4 +1,4 @@
-"""What recipes on the Trainer of Hugging Face have in common: model, batch, adapters, optimizer, sharding, kernels.
+"""What recipes of fine-tuning have in common: model, batch, adapters, optimizer, sharding, kernels.
 
 They are read, not written. A recipe says which model it starts from; how many devices run it is said beside it.
 """
@@ -36,15 +36,21 @@ RECIPE: Format = replace(YAML, parse=_parse)
 def read_model(reading: Reading, fields: Fields, key: str) -> None:
     """The model that a recipe names, unless another is given: a preset by its name on the hub, or a folder."""
     named = reading.text(key)
-    if reading.model is not None or named is None:
+    if named is not None:
+        read_model_called(reading, fields, key, named)
+
+
+def read_model_called(reading: Reading, fields: Fields, key: str, name: str) -> None:
+    """The same of a setting that means the model ``name``."""
+    if reading.model is not None:
         return
     try:
-        model = model_from(named)
+        model = model_from(name)
     except SpecError as error:
-        reading.no_model = f"{key} {shown(named)}: {error.problem}"
+        reading.no_model = f"{key} {shown(name)}: {error.problem}"
         return
     fields["model"] = model
-    reading.notes.append(f"{key} {shown(named)}: {model.name}")
+    reading.notes.append(f"{key} {shown(name)}: {model.name}")
 
 
 def model_of(reading: Reading, fields: Fields) -> Model | None:
