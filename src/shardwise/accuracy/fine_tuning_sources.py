@@ -113,7 +113,19 @@ _TORCHTUNE = (
 )  # fmt: skip
 _QWEN_README = (
     Variant("LoRA", "lora_dropout 0.05 (finetune.py)", {"method": "lora"}, fill={"dropout": "0.05"}),
-    Variant("LoRA on one", "no DeepSpeed", {"zero_or_fsdp": "^none"}, version="accelerate@0.34"),
+    Variant(
+        "LoRA on one",
+        "no DeepSpeed; the model's loss reads 16-bit logits (modeling_qwen.py)",
+        {"zero_or_fsdp": "^none"},
+        version="accelerate@0.34",
+        stack={"trained_copies": True, "shifted_logits": False},
+    ),
+    Variant(
+        "Q-LoRA",
+        "GPTQ without exllama, trainable: no kernel of AutoGPTQ",
+        {"method": "qlora"},
+        stack={"dequantised_by": "operators"},
+    ),
     Variant(
         "all weights",
         "ds_config_zero3.json: fp32 masters and moments",
@@ -131,6 +143,13 @@ _ANSWER = (
     Variant("all", "precision bf16: 16-bit weights, adapters (PEFT 0.9, tuners/lora/layer.py: in the base's format) "
             "and moments; bitsandbytes 0.43.0 keeps inputs", {},
             stack={**_ALL_16_BIT, "adapters": "16-bit", "quantised_inputs": "kept"}),
+)  # fmt: skip
+
+_BLOG = (
+    Variant("all", "transformers 4.30: scores of attention in fp32 (LlamaAttention, before PyTorch's kernels); "
+            "prepare_model_for_kbit_training; bitsandbytes 0.39", {}, training={"attention": "unfused"},
+            stack={"attention": "unfused", "upcast_base": True, "quantised_inputs": "kept"}),
+    Variant("two GPUs", "device_map: half of the layers on each", {"gpus": "^2$"}, strategy={"pp": 2}),
 )  # fmt: skip
 
 _MLPERF = (
@@ -153,7 +172,7 @@ SOURCES = tuple(
         ("Answer.AI FSDP+QLoRA", "Answer.AI", "accelerate@0.34", 3, "train.py: FSDP1, Llama of transformers", _ANSWER),
         ("MLPerf LoRA", "llama2_70b_lora", "nemo@24.04", 1, "NVIDIA's NeMo code: TP with SP, CP beyond 4", _MLPERF),
         ("Liger-Kernel", "Liger", "accelerate@0.34", 3, "examples/huggingface: bf16 passes of fp32 shards", _LIGER),
-        ("HF blog on 4 bits", "4bit-transformers", "trl@2025", 0, "notebook of the blog", ()),
+        ("HF blog on 4 bits", "4bit-transformers", "accelerate@0.34", 0, "notebook of the blog, of May 2023", _BLOG),
         ("PEFT README", "PEFT README", "accelerate@0.34", 3, "batch and length are not printed", ()),
     )
 )  # fmt: skip

@@ -136,6 +136,9 @@ class Stack(Spec):
     or on an fp32 copy of the logits (`copied`); unsplit on such a copy (`plain`), or compiled to read 16-bit logits
     (`compiled`); torch's on 16-bit logits, gathered over tensor-parallel ranks (`whole`); 16-bit logits turned into
     their gradient in place (`fused`); a few tokens' logits at a time (`pieces`)."""
+    shifted_logits: bool = False
+    """A plain loss reads a copy of the logits without the last token's (transformers up to 4.44, modeling_llama.py:
+    shift_logits). Blocks of one size cannot take tensors of the other, so that the allocator reserves more."""
     gated_activation: Literal["fused", "separate"] = "fused"
     """`separate`: the gate is a kernel of its own and keeps its output."""
     norms: Literal["fused", "separate", "fp32"] = "fused"
@@ -170,6 +173,12 @@ class Stack(Spec):
     """Inputs of products with a quantised base, which no gradient reads: bitsandbytes kept them up to 0.43.1
     (autograd/_functions.py, MatMul4Bit: `ctx.tensors = (A, B)`; not since its pull request 1270), until a script lets
     go of the loss: before the next pass, or only when that has a loss of its own (`kept over losses`)."""
+    dequantised_by: Literal["kernel", "operators"] = "kernel"
+    """What makes a weight of its codes before each use: one kernel, or torch's operators, which autograd keeps the
+    weight of until its backward pass (AutoGPTQ without a kernel for training: qlinear_cuda_old.py, forward)."""
+    trained_copies: bool = False
+    """What else is trained beside adapters is a copy in the format of the base, which the optimizer updates as it is,
+    and the original stays (PEFT, utils/other.py, ModulesToSaveWrapper)."""
     joined_projections: bool = False
     """Queries, keys and values are one product, as in LitGPT (model.py, CausalSelfAttention; lora.py, LoRAQKVLinear):
     its adapters drop their common input once, and where they are of some of the three what they add is kept to be put
@@ -350,8 +359,13 @@ class Stack(Spec):
 
     def stores(self, recipe: Recipe, *, whole_masters: bool = False) -> Recipe:
         """The recipe in the bytes that this stack keeps of every parameter; in fp32 those of ``whole_masters``."""
-        plain, mixed = 4 if self.upcasts(recipe) else 2, self.flat_parameters == "mixed"
-        recipe = replace(recipe, wide_experts=not self.fp8_experts, frozen_plain=plain, frozen_gradients=mixed)
+        recipe = replace(
+            recipe,
+            wide_experts=not self.fp8_experts,
+            frozen_plain=4 if self.upcasts(recipe) else 2,
+            frozen_gradients=self.flat_parameters == "mixed",
+            trained_copies=self.trained_copies and recipe.base is not None,
+        )
         if self.masters == "none" and recipe.master:
             sums = 4 if self.gradient_reduce == "fp32" else recipe.weight
             return replace(recipe, gradient=recipe.weight, master=0, whole_gradient=sums)

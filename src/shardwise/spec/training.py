@@ -92,6 +92,7 @@ class Recipe:
     whole_gradient: float = 0.0  # of a gradient that ZeRO keeps whole over microbatches, where that is wider
     base: float | None = None  # of a weight in a frozen linear layer; None: as a trained one without a master
     frozen_plain: float = 2  # of other frozen weights beside such a base, at most
+    trained_copies: bool = False  # what else is trained beside such a base is a 16-bit copy, without a master
     frozen_gradients: bool = False  # frozen layers have gradients too, where ZeRO-3 divides them
 
     @property

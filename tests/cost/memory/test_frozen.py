@@ -10,6 +10,7 @@ import pytest
 from shardwise.accuracy.vocabulary import cut
 from shardwise.cost.memory.activations import SavedRole, layer_activation_bytes, layer_saved_tensors
 from shardwise.cost.memory.device import device_memories, peak_memory
+from shardwise.cost.memory.room import reserved_bytes
 from shardwise.cost.step.prediction import predict
 from shardwise.cost.step.simulation import rank_predictions
 from shardwise.layout.payloads import Role, sent_backward
@@ -178,3 +179,34 @@ def test_stages_are_priced_as_their_own_layers_are_tuned() -> None:
         for role in (Role.PARAMETERS, Role.GRADIENTS)
     )
     assert again[:-1] == sums[:-1] == [0, 0, 0] and again[-1] > 0 and sums[-1] > 0
+
+
+def test_weights_that_operators_make_of_codes_stay_until_their_backward_pass() -> None:
+    kernel, operators = (job({"dequantised_by": kind}, seq=512, global_batch=2) for kind in ("kernel", "operators"))
+    copies = [t.bytes for t in layer_saved_tensors(operators, moe=False) if t.role is SavedRole.WEIGHT_COPIES]
+    matrices = (*kernel.model.attention_matrices, *kernel.model.mlp_matrices(14336))
+    assert copies == [pytest.approx(2 * sum(matrix.parameters for matrix in matrices))]
+    assert SavedRole.WEIGHT_COPIES not in {tensor.role for tensor in layer_saved_tensors(kernel, moe=False)}
+    assert predict(operators).step_seconds > 1.2 * predict(kernel).step_seconds
+
+
+def test_copies_of_trained_ends_stay_beside_their_originals() -> None:
+    ends: dict[str, Any] = {"trained": ["embedding", "head"], "base_precision": "bf16", "seq": 256, "global_batch": 2}
+    alone, both = (
+        peak_memory(job({"trained_copies": True}, **{**ends, "trained": []})),
+        peak_memory(job({"trained_copies": True}, **ends)),
+    )
+    weights = 2 * 32_000 * HIDDEN  # of the embedding and the head; the others are frozen in 16 bits
+    assert both.weights - alone.weights == pytest.approx(2 * weights)
+    assert both.optimizer - alone.optimizer == pytest.approx(4 * weights)
+    assert both.gradients - alone.gradients == pytest.approx(2 * weights)
+
+
+def test_blocks_of_shifted_logits_are_reserved_and_fit_nothing() -> None:
+    def reserved(**stack: Any) -> float:
+        case = job({"loss": "plain", **stack})
+        return reserved_bytes(case, peak_memory(case))
+
+    logits = TOKENS * 32_000
+    assert reserved(shifted_logits=True) - reserved(shifted_logits=False) == pytest.approx((2 + 4) * logits)
+    assert reserved(shifted_logits=True, loss="fused") == reserved(shifted_logits=False, loss="fused")

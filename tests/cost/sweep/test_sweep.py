@@ -185,7 +185,7 @@ def test_time_of_adapters_in_units_of_their_own(units: Any, zero: int) -> None:
 @pytest.mark.parametrize(
     "stack",
     [{"hooked_inputs": True}, {"loads_whole": True}, {"upcast_base": True}, {"flat_parameters": "mixed"},
-     {"quantised_inputs": "kept over losses"}, {"joined_projections": True}, {}],
+     {"quantised_inputs": "kept over losses"}, {"joined_projections": True}, {"dequantised_by": "operators"}, {}],
     ids=lambda stack: next(iter(stack), "plain"),
 )  # fmt: skip
 @pytest.mark.parametrize(("recompute", "devices"), [("full", 2), ("none", 2), ("full", 1)])

@@ -166,9 +166,10 @@ def tuned_operators(
         yield replace(operator, flows=flows, trained=trained)
         if part and base is not None and not operator.wide:
             # Codes and scales are read and 16-bit weights written, for the product and again for its input's gradient.
-            moved = (1 - trained) * (base + 2) * operator.matrices * operator.inner * operator.columns
-            yield Operator(OperatorRole.DEQUANTISED, "traffic", forward_bytes=moved, backward_bytes=moved, flows=flows,
-                           trained=flows, in_mixture=operator.in_mixture)  # fmt: skip
+            weights = (1 - trained) * operator.matrices * operator.inner * operator.columns
+            moved = (base + 2) * weights
+            yield Operator(OperatorRole.DEQUANTISED, "traffic", rows=weights, forward_bytes=moved, backward_bytes=moved,
+                           flows=flows, trained=flows, in_mixture=operator.in_mixture)  # fmt: skip
     if tuning.adapters is not None:
         yield from _adapters(model, shape, tuning.adapters, tuning.adapted_share(layers), flows, moe=moe)
 

@@ -299,6 +299,12 @@ def _loss(operator: Operator, device: Device, stack: Stack, memory: float) -> Se
     return Seconds(*(moved / 5 / memory + launch for moved in seconds))
 
 
+# Bytes of a weight that torch's operators make of four bits (AutoGPTQ, qlinear_cuda_old.py, forward): shifted codes as
+# 32-bit integers, cast to 8 bits, masked, without their zero point, in 16 bits by their scale; each read and written.
+_UNPACKED_BYTES = 0.5 + 4 + (4 + 1) + (1 + 1) + (1 + 1) + (1 + 2)
+_UNPACKING_KERNELS = 9  # four of them for the zero points
+
+
 def _traffic(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -> Seconds:
     if (own := _own(device, stack)) is not None:
         return _own_traffic(operator, own, device, recipe, stack)
@@ -318,6 +324,8 @@ def _traffic(operator: Operator, device: Device, recipe: Recipe, stack: Stack) -
         passes = _EAGER_PASSES.get(operator.role, 1.0)
     elif stack.elementwise == "fused":
         passes = efficiency.elementwise_traffic
+    if operator.role is OperatorRole.DEQUANTISED and stack.dequantised_by == "operators":
+        return Seconds(_UNPACKED_BYTES * operator.rows / memory + _UNPACKING_KERNELS * _launch(device, stack))
     launch = operator.kernels * _launch(device, stack)
     if operator.role is OperatorRole.PERMUTE and stack.routing == "dropless" and not stack.launched_by_graphs:
         launch += efficiency.routing_seconds

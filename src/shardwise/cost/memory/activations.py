@@ -168,6 +168,8 @@ def _tuned(tensors: list[SavedTensor], job: Job, sizes: _Sizes, *, moe: bool) ->
             kept = share(part, _READ_BY[tensor.role])
         if kept:
             yield replace(tensor, bytes=tensor.bytes * kept)
+    if tuning.base.quantised and job.stack.dequantised_by == "operators":
+        yield SavedTensor(SavedRole.WEIGHT_COPIES, flows * layer_copy_bytes(job, moe=moe))
     if tuning.adapters:
         yield SavedTensor(SavedRole.ADAPTERS, adapter_bytes(job, sizes.element, moe=moe))
 

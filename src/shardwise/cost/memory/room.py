@@ -168,7 +168,7 @@ def reserved_bytes(job: Job, memory: DeviceMemory) -> float:
     if job.stack.allocator == "expandable":
         return tensors + pools + _logits_hole(job, contents)
     held = tensors + pools + late_gradient_bytes(job, memory) + waiting_bytes(job, contents)
-    return held * (1 + FRAGMENTATION)
+    return held * (1 + FRAGMENTATION) + _shifted_logits_holes(job, contents)
 
 
 def waiting_bytes(job: Job, contents: RankContents) -> float:
@@ -203,6 +203,16 @@ def _logits_hole(job: Job, contents: RankContents) -> float:
     """The hole that the 16-bit logits leave, freed before backward: too small for an fp32 gradient, so never filled."""
     plain = contents.has_head and job.stack.loss == "plain"
     return logits_bytes(job, job.training.recipe.activation) if plain else 0.0
+
+
+def _shifted_logits_holes(job: Job, contents: RankContents) -> float:
+    """Blocks that are free when the gradient of all fp32 logits is made, but too small for it.
+
+    The 16-bit logits, and the logarithm of the softmax of those without the last token; the gradient of these has
+    taken the block of their copy.
+    """
+    plain = contents.has_head and job.stack.loss == "plain" and job.stack.shifted_logits
+    return logits_bytes(job, job.training.recipe.activation + 4) if plain else 0.0
 
 
 def _gather_pool(job: Job, contents: RankContents) -> float:

@@ -7,7 +7,7 @@ Less communication (compression, seldom synchronisation) keeps and moves some ex
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import add
 from typing import Any, Literal, NamedTuple
 
@@ -103,7 +103,13 @@ def group_states(
         {"shards": shards, "gradients_sharded": sharding.reduced_to_shards(shards)}
         for shards in (sharding.shards, sharding.expert_shards)
     )
-    dense = state_bytes(contents.layer_matrices, contents.others, precision=recipe, **shared, **of_dense)
+    if recipe.trained_copies:  # beside their originals
+        copied = replace(recipe, weight=4, copies=0, gradient=2, master=0, fp32_shards=False)
+        narrow = {**shared, "optimizer": "adamw-bf16-moments" if optimizer == "adamw" else optimizer}
+        dense = state_bytes(contents.layer_matrices, precision=recipe, **shared, **of_dense)
+        dense = dense + state_bytes(0.0, contents.others, precision=copied, **narrow, **of_dense)
+    else:
+        dense = state_bytes(contents.layer_matrices, contents.others, precision=recipe, **shared, **of_dense)
     experts = state_bytes(contents.experts, precision=recipe.of_experts, **shared, **of_experts)
     frozen = frozen_bytes(contents.frozen_matrices, contents.frozen_others, recipe, sharding, sharding.shards)
     of_frozen = frozen_bytes(contents.frozen_experts, 0.0, recipe.of_experts, sharding, sharding.expert_shards)
@@ -145,6 +151,8 @@ def square_roots(job: Job, contents: RankContents, sharding: Sharding) -> Any:
     if how == "in place" or sharding.offload.optimizer:
         return 0.0
     roots = updated_parameters(contents, sharding) * OPTIMIZERS[job.training.optimizer].root
+    if job.recipe.trained_copies:
+        roots = roots - contents.others / sharding.shards * OPTIMIZERS[job.training.optimizer].root / 2
     return roots if how == "foreach" else roots * (sharding.zero == 0)
 
 
