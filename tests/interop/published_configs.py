@@ -250,9 +250,17 @@ COUNTED: dict[str, tuple[int, dict[str, Any]]] = {
         "rms_norm_eps": 1e-06, "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20],
         "rope_type": "default"}, "rope_theta": 5000000, "tie_word_embeddings": False, "vocab_size": 151936,
     }),
+    "ibm-granite/granite-3.1-3b-a800m-base": (3298793472, {
+        "model_type": "granitemoe", "attention_bias": False, "attention_multiplier": 0.015625,
+        "embedding_multiplier": 12.0, "hidden_act": "silu", "hidden_size": 1536, "intermediate_size": 512,
+        "logits_scaling": 6.0, "max_position_embeddings": 131072, "num_attention_heads": 24, "num_experts_per_tok":
+        8, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 40, "residual_multiplier": 0.22,
+        "rms_norm_eps": 1e-06, "rope_theta": 10000000.0, "tie_word_embeddings": True, "vocab_size": 49155,
+    }),
 }  # fmt: skip
 
 # What transformers 5 builds from the defaults of a family alone; `models/huggingface/test_counts.py` lets it count.
 DEFAULTS: dict[str, int] = {
     "olmo3": 6888624128, "smollm3": 3075098624, "seed_oss": 28921040896, "granite": 6738415616,
+    "granitemoeshared": 37039116288,
 }  # fmt: skip

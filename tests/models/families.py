@@ -34,6 +34,10 @@ GEMMA: dict[str, Any] = {**SMALL, "head_dim": 16, "query_pre_attn_scalar": 24, "
                          "pad_token_id": None}  # fmt: skip
 BALANCED: dict[str, Any] = {**EXPERTS, "n_routed_experts": 8, "first_k_dense_replace": 1}
 GLM: dict[str, Any] = {**SMALL, **BALANCED, "head_dim": 16}
+GRANITE_MOE: dict[str, Any] = {
+    **SMALL, "num_local_experts": 4, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.4,
+    "attention_multiplier": 0.3, "pad_token_id": None,
+}  # fmt: skip
 GPT_OSS: dict[str, Any] = {
     **SMALL,
     "head_dim": 8,
@@ -109,6 +113,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("Olmoe", {**SMALL, "num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None}),
     "olmoe-clip": ("Olmoe", {**SMALL, "num_experts": 8, "num_experts_per_tok": 2, "pad_token_id": None,
                              "norm_topk_prob": True, "clip_qkv": 0.8}),
+    "granite-moe": ("GraniteMoe", {**GRANITE_MOE, "attention_bias": True}),
+    "granite-moe-shared": ("GraniteMoeShared", {**GRANITE_MOE, "shared_intermediate_size": 24}),
     "gpt-oss": ("GptOss", GPT_OSS),
     "gpt-oss-unlike": ("GptOss", {**GPT_OSS, "attention_bias": False, "swiglu_limit": 0.3, "swiglu_alpha": 0.7,
                                   "sliding_window": 64,

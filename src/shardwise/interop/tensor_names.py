@@ -5,7 +5,7 @@ A module's name maps to a module's name; its ``weight`` and ``bias`` follow. ``{
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 
@@ -36,6 +36,11 @@ class TensorNames:
     ignored: tuple[str, ...] = ()  # endings of stored tensors that are not parameters
     joined_experts: JoinedExperts | None = None  # None: each expert's matrices are tensors of their own
     in_memory: Mapping[str, str] = field(default_factory=dict)  # names that differ there, beside those of experts
+
+    def is_in_memory(self, names: Collection[str]) -> bool:
+        """Whether these are the names that `transformers` 5 has in memory for experts, where these differ."""
+        own = any(theirs.endswith(JOINED_EXPERTS) for theirs in self.inside.values())
+        return not own and any(name.endswith(JOINED_EXPERTS) for name in names)
 
     def with_joined_experts(self) -> TensorNames:
         """The layout that `transformers` 5 has in memory for a mixture of experts, and saves unless it converts."""

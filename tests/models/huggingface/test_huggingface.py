@@ -349,7 +349,7 @@ def test_a_mistake_in_the_numerics_names_its_key(said: dict[str, Any], field: st
     assert "\n" not in str(caught.value)
 
 
-MIXTURES = ["mixtral", "qwen2-moe", "deepseek-v3", "glm4-moe", "minimax-m2", "olmoe"]
+MIXTURES = ["mixtral", "qwen2-moe", "deepseek-v3", "glm4-moe", "minimax-m2", "olmoe", "granite-moe-shared"]
 
 
 @pytest.mark.parametrize("case", MIXTURES)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from shardwise.interop.families.shared import BIAS, GROUPED, NUMERICS, RMS, SILU
 from shardwise.interop.keys import Config, Family, key
-from shardwise.interop.tensor_names import ATTENTION, MLP, stored_as
+from shardwise.interop.tensor_names import ATTENTION, MLP, JoinedExperts, joined_experts_in, stored_as
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.model import Model
 
@@ -47,5 +48,32 @@ _GRANITE = Family(
     tensors=stored_as("GraniteForCausalLM", ATTENTION, MLP),
 )
 
-FAMILIES = (_GRANITE,)
+_MIXTURE_KEYS = {
+    **GROUPED, **SILU, **BIAS, **NUMERICS, **GRANITE_FACTORS,
+    "moe.experts": key("num_local_experts", 8),
+    "moe.top_k": key("num_experts_per_tok", 2),
+    "moe.ffn": key("intermediate_size", 11008),
+}
+_MIXTURE_NAMES = replace(
+    stored_as(
+        "GraniteMoeForCausalLM",
+        ATTENTION,
+        joined_experts_in("block_sparse_moe", "input_linear.weight", "output_linear.weight"),
+        {"mlp.router.gate": "block_sparse_moe.router.layer"},
+        dict.fromkeys(("mlp.shared.gate", "mlp.shared.up"), "shared_mlp.input_linear"),
+        {"mlp.shared.down": "shared_mlp.output_linear"},
+    ),
+    joined_experts=JoinedExperts(),
+    fused=(("mlp.shared.gate", "mlp.shared.up"),),
+    in_memory={**joined_experts_in("block_sparse_moe.experts"), "mlp.router.gate": "block_sparse_moe.router"},
+)
+_GRANITE_MOE = Family("granitemoe", _MIXTURE_KEYS, RMS, tensors=_MIXTURE_NAMES)
+_GRANITE_MOE_SHARED = Family(
+    "granitemoeshared",
+    {**_MIXTURE_KEYS, "moe.shared_ffn": key("shared_intermediate_size", 0)},
+    RMS,
+    tensors=replace(_MIXTURE_NAMES, architecture="GraniteMoeSharedForCausalLM"),
+)
+
+FAMILIES = (_GRANITE, _GRANITE_MOE, _GRANITE_MOE_SHARED)
 # fmt: on

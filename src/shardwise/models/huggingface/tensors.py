@@ -14,7 +14,7 @@ from torch import Tensor
 from shardwise.interop.companions import config_for
 from shardwise.interop.families import FAMILIES, family_of
 from shardwise.interop.huggingface import model_from_hf_config
-from shardwise.interop.tensor_names import JOINED_EXPERTS, JoinedExperts, TensorNames
+from shardwise.interop.tensor_names import JoinedExperts, TensorNames
 from shardwise.models.decoder import Decoder
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.model import Model
@@ -209,7 +209,7 @@ class Naming:
         described, layout = model or model_from_hf_config(config), _layout_of(config)
         first = layout.layer.format(described.layers) + layout.inside.get("joined", "")
         modules = described.mtp_layers if f"{first}.weight" in present else 0
-        if layout.joined_experts is None and any(name.endswith(JOINED_EXPERTS) for name in present):
+        if layout.is_in_memory(present):
             layout = layout.with_joined_experts()
         return cls(replace(described, mtp_layers=modules), layout, config)
 
