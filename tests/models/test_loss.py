@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.layout import pieces
 from shardwise.layout.pieces import padded_vocabulary
 from shardwise.models import loss
 from shardwise.models.loss import IGNORED, cross_entropy_sum
@@ -73,3 +76,24 @@ def test_columns_of_zeros_change_nothing(biased: bool, softcap: float | None, mo
 
 def test_a_vocabulary_of_whole_columns_stays() -> None:
     assert [padded_vocabulary(one) for one in (50257, 50264, 128256, 1)] == [50304, 50264, 128256, 64]
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_frozen_head_has_its_logits_in_pieces_however_few_they_are(
+    trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    hidden, labels = torch.randn(20, 16, requires_grad=True), torch.randint(64, (20,))
+    weight = torch.randn(64, 16, requires_grad=trained)
+    monkeypatch.setattr(pieces, "LOGITS_AT_ONCE", 64 * 6)
+    made: list[int] = []
+
+    def seen(logits: Tensor, *others: Any) -> Tensor:
+        made.append(len(logits))
+        return loss.entropy_(logits, *others)
+
+    total = loss.summed_loss(hidden, weight, None, labels, None, None, seen)
+    assert made == ([20] if trained else [6, 6, 6, 2])
+    (found,) = torch.autograd.grad(total, [hidden])
+    (expected,) = torch.autograd.grad(F.cross_entropy(hidden @ weight.T, labels, reduction="sum"), [hidden])
+    torch.testing.assert_close(found, expected)

@@ -24,17 +24,18 @@ UPDATE_CHUNK_ELEMENTS = 2**23  # 32 MiB of every state: the latency of a copy is
 FEWEST_CHUNKS, LEAST_ELEMENTS = 32, 2**14
 
 
-def loss_in_one_piece(tokens: float, hidden: int) -> bool:
+def loss_in_one_piece(tokens: float, hidden: int, *, trains_head: bool) -> bool:
     """Whether the loss computes the logits of all tokens at once, in 16 bits, instead of piece by piece.
 
-    That is faster, and takes at most twice the memory of the fp32 gradient that is summed over pieces.
+    That is faster, and takes at most twice the memory of the fp32 gradient that is summed over pieces. A frozen head
+    has no such gradient: its pieces cost nothing.
     """
-    return tokens <= 4 * hidden
+    return trains_head and tokens <= 4 * hidden
 
 
-def loss_tokens_at_once(tokens: float, vocabulary: float, hidden: int) -> int:
+def loss_tokens_at_once(tokens: float, vocabulary: float, hidden: int, *, trains_head: bool) -> int:
     """Tokens whose logits the loss has in memory at a time; ``vocabulary``: the whole, or a rank's part of it."""
-    if loss_in_one_piece(tokens, hidden):
+    if loss_in_one_piece(tokens, hidden, trains_head=trains_head):
         return max(1, int(tokens))
     some = max(1, int(LOGITS_AT_ONCE // vocabulary))
     return some - some % EVEN_TOKENS if some > EVEN_TOKENS else some

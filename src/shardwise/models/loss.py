@@ -83,7 +83,7 @@ class _CrossEntropySum(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden) if for_hidden else None
         of_weight: Tensor | None = None
         of_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and for_bias else None
-        tokens_at_once = loss_tokens_at_once(len(hidden), *weight.shape)
+        tokens_at_once = loss_tokens_at_once(len(hidden), *weight.shape, trains_head=ctx.needs_input_grad[1])
         for start in range(0, hidden.shape[0], tokens_at_once):
             part = slice(start, start + tokens_at_once)
             logits = F.linear(hidden[part], weight, bias)
@@ -144,7 +144,7 @@ class _TokenEntropies(torch.autograd.Function):
         factors = (labels != IGNORED).float()
         found = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         of_hidden = torch.empty_like(hidden) if differentiated else None
-        tokens_at_once = loss_tokens_at_once(len(hidden), *weight.shape)
+        tokens_at_once = loss_tokens_at_once(len(hidden), *weight.shape, trains_head=False)
         for start in range(0, len(hidden), tokens_at_once):
             part = slice(start, start + tokens_at_once)
             logits = F.linear(hidden[part], weight, bias)

@@ -381,8 +381,9 @@ def head_operators(model: Model, shape: LayerShape) -> tuple[Operator, ...]:
     # Where logits are made in pieces, the head's gradient is summed in fp32: set to zero, read and written for each
     # piece, then scaled to 16 bits. In one piece it is only written and scaled. The embedding's gradient is set to
     # zero, and added to a tied head's.
-    pieces = math.ceil(shape.tokens / loss_tokens_at_once(shape.tokens, model.vocab / shape.tp, model.hidden))
-    moved = 6 if loss_in_one_piece(shape.tokens, model.hidden) else 8 * pieces + 10
+    at_once = loss_tokens_at_once(shape.tokens, model.vocab / shape.tp, model.hidden, trains_head=True)
+    in_one_piece = loss_in_one_piece(shape.tokens, model.hidden, trains_head=True)
+    moved = 6 if in_one_piece else 8 * math.ceil(shape.tokens / at_once) + 10
     summed = (moved + 2 + 6 * model.tied_embeddings) * model.hidden * model.vocab / shape.tp
     return (
         Operator(OperatorRole.HEAD, "product", shape.tokens, model.vocab / shape.tp, model.hidden, wide=True),

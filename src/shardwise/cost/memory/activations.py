@@ -442,7 +442,9 @@ def loss_gradient_element(job: Job) -> float:
 
     A sum over pieces is fp32. A single piece has its final format at once, unless that is fp16, which may overflow.
     """
-    whole = loss_in_one_piece(loss_tokens(job), job.model.hidden) and job.training.precision != "fp16"
+    trained = trains_head(job.model, job.training.tuning)
+    whole = loss_in_one_piece(loss_tokens(job), job.model.hidden, trains_head=trained)
+    whole = whole and job.training.precision != "fp16"
     return job.training.recipe.activation if whole and rounds_head_gradient(job) else 4.0
 
 

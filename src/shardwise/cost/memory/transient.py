@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from shardwise.collectives.arrays import maximum, select
-from shardwise.cost.compute.operators import layer_operators
+from shardwise.cost.compute.operators import layer_operators, trains_head
 from shardwise.cost.memory.activations import (
     SavedRole,
     head_gradients,
@@ -252,7 +252,8 @@ def loss_moment_bytes(job: Job) -> float:
     weights, element = head_weights(job), job.training.recipe.activation
     tokens = loss_tokens(job)
     rows = job.model.vocab / job.strategy.tp
-    logits = min(tokens, loss_tokens_at_once(int(tokens), rows, job.model.hidden)) * rows
+    trained = trains_head(job.model, job.training.tuning)
+    logits = min(tokens, loss_tokens_at_once(int(tokens), rows, job.model.hidden, trains_head=trained)) * rows
     inputs = (2 if job.strategy.tp > 1 else 1) * tokens * job.model.hidden * element
     padded = element * weights if rows % 8 and job.run_device == "cuda" else 0  # the head with rows of zeros
     rounded = (
