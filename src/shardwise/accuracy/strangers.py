@@ -128,6 +128,12 @@ _OLD_NANOTRON = (
         model={"tied_embeddings": True},
         stack={"gathered_inputs": "whole", "layer_launches": 0},
     ),
+    Variant(
+        "two nodes",
+        "one 100 Gb/s Ethernet a node: its job script linked no library for the node's network until October 2024 "
+        "(bench_cluster f55b5e5, which mends the throughput); a stage sends 1.3 to 1.9 GB/s, as a TCP connection does",
+        {"row_id": r"nano_old_16"},
+    ),
 )
 _MODEL_ZOO = (
     Variant(
