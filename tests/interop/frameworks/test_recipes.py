@@ -47,7 +47,11 @@ LIT: dict[str, Any] = {
     "train": {"global_batch_size": 32, "micro_batch_size": 2, "max_seq_length": 512},
     "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 2e-4}},
 }  # fmt: skip
-RECIPES = {"axolotl": AXOLOTL, "llamafactory": FACTORY, "torchtune": TUNE, "litgpt": LIT}
+TRL: dict[str, Any] = {
+    "model_name_or_path": "llama3-8b", "dataset_name": "mine", "max_length": 4096, "use_peft": True, "lora_r": 64,
+    "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "bf16": True, "learning_rate": 2e-4,
+}  # fmt: skip
+RECIPES = {"axolotl": AXOLOTL, "llamafactory": FACTORY, "torchtune": TUNE, "litgpt": LIT, "trl": TRL}
 
 
 def changed(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +74,7 @@ def job_of(name: str, changes: Mapping[str, Any] | None = None) -> Job:
     return imported(name, changes).job(EIGHT)
 
 
-RANKS = {"axolotl": 32, "llamafactory": 8, "torchtune": 16, "litgpt": 4}
+RANKS = {"axolotl": 32, "llamafactory": 8, "torchtune": 16, "litgpt": 4, "trl": 64}
 
 
 def analyzed(file: Path, *flags: str) -> Any:
@@ -147,9 +151,22 @@ def test_a_recipe_of_litgpt_is_the_job_that_it_says() -> None:
     assert adapters is not None and (adapters.dropout, adapters.targets) == (0.05, ("q_proj", "v_proj"))
 
 
+def test_a_recipe_of_trl_is_the_job_that_it_says() -> None:
+    job = job_of("trl")
+    assert (job.sequences, job.training.seq, job.strategy.recompute, job.stack.version) == (32, 4096, "full", "trl")
+    adapters = job.training.adapters
+    assert adapters is not None and (adapters.alpha, adapters.dropout) == (32, 0.05)
+    assert adapters.targets == ("q_proj", "v_proj"), "PEFT's own choice"
+
+
 # Changes of one setting, each with the fields that must follow.
 CHANGES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("axolotl", {"load_in_4bit": True, "adapter": "qlora"}, {"training.base_precision": "nf4-double"}),
+    ("axolotl", {}, {"training.base_precision": "bf16"}),
+    ("axolotl", {"bf16": False}, {"training.base_precision": "computed", "training.precision": "fp32"}),
+    ("llamafactory", {}, {"training.base_precision": "bf16"}),
+    ("trl", {}, {"training.base_precision": "computed"}),
+    ("trl", {"dtype": "bfloat16"}, {"training.base_precision": "bf16"}),
     ("axolotl", {"load_in_8bit": True}, {"training.base_precision": "int8"}),
     ("axolotl", {"adapter": None}, {"training.adapters": None, "training.optimizer": "adamw-bf16-moments"}),
     ("axolotl", {"adapter": None, "fsdp": ["full_shard", "auto_wrap"]},
@@ -202,6 +219,15 @@ CHANGES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("torchtune", {"data_parallel_replicate_dim": 2, "data_parallel_shard_dim": 4}, {"strategy.shard_group": 4}),
     ("torchtune", {"optimizer._component_": "bitsandbytes.optim.PagedAdamW8bit"}, {"training.optimizer": "adam8bit"}),
     ("torchtune", {"loss._component_": "torchtune.rlhf.loss.DPOLoss"}, {"training.task": "dpo"}),
+    ("trl", {"use_peft": None}, {"training.adapters": None, "training.optimizer": "adamw"}),
+    ("trl", {"use_peft": None, "dtype": "bfloat16"}, {"training.optimizer": "adamw-bf16-moments"}),
+    ("trl", {"load_in_4bit": True}, {"training.base_precision": "nf4"}),
+    ("trl", {"load_in_4bit": True, "use_bnb_nested_quant": True}, {"training.base_precision": "nf4-double"}),
+    ("trl", {"gradient_checkpointing": False}, {"strategy.recompute": "none"}),
+    ("trl", {"max_prompt_length": 512}, {"training.task": "dpo"}),
+    ("trl", {"loss_type": "nll"}, {"stack.loss": "plain"}),
+    ("trl", {"torch_dtype": "bfloat16"}, {"stack.base": "trl", "stack.loss": "plain"}),
+    ("trl", {"use_liger_kernel": True}, {"stack.loss": "pieces", "stack.norms": "fused"}),
     ("litgpt", {"lora_r": None}, {"training.adapters": None}),
     ("litgpt", {"lora_mlp": True, "lora_query": False}, {"training.adapters.targets": ("v_proj", "mlp")}),
     ("litgpt", {"precision": "32-true"}, {"training.precision": "fp32"}),
@@ -230,11 +256,12 @@ def said(read: Imported) -> tuple[Any, ...]:
     return dict(read.fields), read.notes, read.unused, read.no_model
 
 
-VALUES = (True, False, 4, "adamw_bnb_8bit", 0.5, [1], "eager", "layers")
+VALUES = (True, False, 4, "adamw_bnb_8bit", 0.5, [1], "eager", "layers", "nll", "bfloat16")
 # Beside which the settings that the usual recipe makes idle have an effect.
 BESIDE: dict[str, tuple[dict[str, Any], ...]] = {
     "axolotl": ({}, {"attn_implementation": "eager", "lora_target_linear": None}),
     "llamafactory": ({},), "torchtune": ({},), "litgpt": ({},),
+    "trl": ({},),
 }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from shardwise.interop.frameworks.nanotron import NANOTRON
 from shardwise.interop.frameworks.target import Target
 from shardwise.interop.frameworks.torchtitan import TORCHTITAN
 from shardwise.interop.frameworks.torchtune import TORCHTUNE
+from shardwise.interop.frameworks.trl import TRL
 from shardwise.interop.recognise import own_kind, suffix_of
 from shardwise.spec import files, presets
 from shardwise.spec.errors import SpecError, nearest_name, shown
@@ -40,10 +41,8 @@ TARGETS: dict[str, Target] = {
     framework.name: framework for framework in (DEEPSPEED, MEGATRON, TORCHTITAN, ACCELERATE, NANOTRON, COLOSSALAI)
 }
 # Those whose configurations are read, which are not all written.
-READERS: dict[str, Target] = {
-    **TARGETS,
-    **{framework.name: framework for framework in (AXOLOTL, LLAMAFACTORY, TORCHTUNE, LITGPT)},
-}
+_RECIPES = (AXOLOTL, LLAMAFACTORY, TORCHTUNE, LITGPT, TRL)
+READERS: dict[str, Target] = {**TARGETS, **{framework.name: framework for framework in _RECIPES}}
 
 
 def target(name: str) -> Target:

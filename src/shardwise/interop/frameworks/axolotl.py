@@ -115,9 +115,10 @@ def _read_method(reading: Reading, fields: dict[str, Any]) -> None:
     model = recipes.model_of(reading, fields)
     mixture = model is not None and model.moe is not None
     fields["training.adapters.experts"] = mixture and reading.value("lora_target_parameters") is not None
-    bits = bits or (4 if word == "qlora" else None)
+    loaded = 16 if fields["training.precision"] != "fp32" else None
+    bits = bits or (4 if word == "qlora" else loaded)
     recipes.read_base(fields, bits=bits, double=True)  # loaders/model.py
-    if not reading.flag("quantize_moe_experts") and mixture and bits:
+    if not reading.flag("quantize_moe_experts") and mixture and bits in (4, 8):
         reading.notes.append("experts stay in 16 bits without quantize_moe_experts: more memory than is priced")
     recipes.read_saved_modules(reading, fields, "lora_modules_to_save")
     fused = [reading.flag(name) for name in ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")]

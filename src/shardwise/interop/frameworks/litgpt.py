@@ -29,7 +29,7 @@ def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
     if length is not None:
         fields["training.seq"] = length
     elif not pretrains:
-        reading.notes.append("train.max_seq_length is not set: no sample is cut; give the length to price, ⟨seq=2048⟩")
+        reading.notes.append("train.max_seq_length is not set: no sample is cut; training.seq is the length to price")
     if not pretrains:
         recipes.note_lengths(reading, packed=False, length="the longest sample's" if length is None else f"{length:,}")
     fields["training.global_batch"] = reading.count("train.global_batch_size", 512 if pretrains else 16)

@@ -130,7 +130,8 @@ def _read_method(reading: Reading, fields: dict[str, Any]) -> None:
     if reading.text("quantization_method", "bnb").lower() not in ("bnb", "bitsandbytes"):
         reading.notes.append("quantization_method: priced as bitsandbytes of as many bits")
     double = reading.flag("double_quantization", True)
-    recipes.read_base(fields, bits=None if bits is None else 8 if bits == 8 else 4, double=double)
+    loaded = 16 if fields["training.precision"] != "fp32" else None
+    recipes.read_base(fields, bits=loaded if bits is None else 8 if bits == 8 else 4, double=double)
     if reading.flag("use_unsloth"):
         fields.update({"stack.adapters": "fused", "stack.norms": "fused", "stack.loss": "pieces"})
     recipes.read_saved_modules(reading, fields, "additional_target")

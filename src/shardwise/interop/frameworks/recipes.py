@@ -189,10 +189,10 @@ def targets_of(reading: Reading, key: str, named: Any) -> list[str]:
 
 
 def read_base(fields: Fields, *, bits: int | None, double: bool) -> None:
-    """A base in bitsandbytes' 4 or 8 bits: what stays in 16 bits is kept in fp32 by PEFT's preparation."""
-    if bits is None:
-        return
-    fields["training.base_precision"] = "int8" if bits == 8 else "nf4-double" if double else "nf4"
+    """A frozen base in bitsandbytes' 4 or 8 bits, or in 16 bits where it is loaded so; `None`: in fp32."""
+    if bits is not None:
+        words = {4: "nf4-double" if double else "nf4", 8: "int8", 16: "bf16"}
+        fields["training.base_precision"] = words[bits]
 
 
 # -- sharding ----------------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def _read_length(reading: Reading, fields: dict[str, Any]) -> None:
     length = reading.count("tokenizer.max_seq_len", reading.count("dataset.max_seq_len", None))
     packed = reading.flag("dataset.packed")
     if length is None:
-        reading.notes.append("tokenizer.max_seq_len is not set: no sample is cut; give the length to price, ⟨seq=2048⟩")
+        reading.notes.append("tokenizer.max_seq_len is not set: no sample is cut; training.seq is the length to price")
     else:
         fields["training.seq"] = length
     recipes.note_lengths(reading, packed=packed, length="the longest sample's" if length is None else f"{length:,}")
