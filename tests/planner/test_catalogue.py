@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -14,13 +15,14 @@ from shardwise.planner.plan import Plan, plan, what_is_missing
 from shardwise.planner.request import Request
 from shardwise.spec import presets
 from shardwise.spec.clusters import cluster_from
+from shardwise.spec.hardware import Cluster, Device
 from shardwise.spec.model import Model
 
 PAIRS = [(model, cluster) for model in presets.names("model") for cluster in presets.names("cluster")]
 SAMPLE = Random(5).sample(PAIRS, 12)
 
 
-def request_of(model_name: str, cluster: str) -> Request:
+def request_of(model_name: str, cluster: str | Cluster) -> Request:
     """Few choices: what takes time is the number of layouts, which stay all."""
     constraints = within(microbatch="1", schedule="1f1b", zero="1,3", recompute="full", order="tp-cp-dp-pp",
                          context_method="all-gather", sequence_parallel="true", stage_layers="even,balanced",
@@ -43,6 +45,17 @@ def check(model: str, cluster: str) -> None:
     assert problem.startswith("nothing fits") and "\n" not in problem + remedy
     assert re.search(r"needs? [\d.,]+ [KMGTP]?i?B", problem), problem
     assert re.search(r"use [\d,]+ devices|devices with [\d.,]+ [KMGTP]?i?B|more devices", remedy), remedy
+
+
+@pytest.mark.parametrize("cluster", presets.names("cluster"))
+def test_every_cluster_has_a_plan_for_a_model_that_fits_it(cluster: str) -> None:
+    assert isinstance(plan(request_of("gpt2", cluster)), Plan)
+
+
+@pytest.mark.parametrize("device", presets.names("device"))
+def test_every_device_has_a_plan(device: str) -> None:
+    pair = replace(cluster_from("workstation-3090"), device=presets.load("device", Device, device))
+    assert isinstance(plan(request_of("gpt2", pair)), Plan)
 
 
 @pytest.mark.quick(2)

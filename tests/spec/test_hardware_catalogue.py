@@ -99,6 +99,11 @@ def test_known_link_bandwidths(link: str, gigabytes: float) -> None:
         ("b200", 2250, 180, 148),
         ("rtx-3090", 71, 24, 82),  # fp32 accumulation, half of the advertised rate
         ("rtx-4090", 165.2, 24, 128),
+        ("rtx-5090", 209.5, 32, 170),
+        ("rtx-pro-6000", 503.8, 96, 188),  # not halved with fp32 accumulation
+        ("h20", 148, 96, 78),
+        ("gh200", 989.4, 96, 132),
+        ("trainium2", 667, 96, 8),
         ("mi300x", 1307.4, 192, 304),
         ("tpu-v4", 275, 32, 2),
     ],
