@@ -223,7 +223,10 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
             "n_group": 1,
             "topk_group": 1,
             "first_k_dense_replace": draw(st.integers(0, config["num_hidden_layers"])),
+            "n_routed_experts": draw(_sizes),
         }
+    if family == "deepseek_v2":
+        config["norm_topk_prob"] = False  # nothing else is understood of it
     if family == "falcon":
         config["new_decoder_architecture"] = draw(st.booleans())
         config["multi_query"] = draw(st.booleans())
