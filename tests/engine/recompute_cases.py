@@ -16,7 +16,8 @@ from shardwise.models.attention import attention_scale, rotation_of
 from shardwise.models.decoder import Decoder, initialise
 from shardwise.models.dot_product import AttentionArguments
 from shardwise.spec.job import Job
-from shardwise.spec.model import LatentAttention, MixtureOfExperts, Model
+from shardwise.spec.layers import LatentAttention
+from shardwise.spec.model import MixtureOfExperts, Model
 
 BATCH, SEQUENCE = 2, 16
 LLAMA = Model(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=64, max_seq=16, activation="swiglu",

@@ -42,6 +42,12 @@ MODELS = {
         LayerRecord(repeat=2), LayerRecord(mixer="window", rotary=False), LayerRecord(rotary=False))),
     "granite": Model(**RMS, tied_embeddings=True, numerics=Numerics(
         embedding_scale=12.0, residual_scale=0.22, logit_scale=0.5, attention_scalar=5.0)),
+    "llama4": Model(**RMS, attention_chunk=7,
+                    numerics=Numerics(long_query_scale=0.8, long_query_floor=4, renormalise_top_k=False),
+                    moe=MixtureOfExperts(experts=4, top_k=1, ffn=16, shared_ffn=16, router="sigmoid",
+                                         weighs_inputs=True),
+                    pattern=(LayerRecord(mixer="chunk"),
+                             LayerRecord(mixer="full", rotary=False, feed_forward="mixture"))),
 }  # fmt: skip
 SP, PLAIN, PP = {"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"pp": 2}
 ULYSSES = {"cp": 2, "context_method": "ulysses"}
@@ -54,6 +60,7 @@ QUICK = [
     ("gemma3", PP),
     ("phi", {"dp": 2, "zero": 3}),
     ("gpt-oss", {**ULYSSES, "tp": 2}),
+    ("llama4", {"cp": 2, "context_method": "all-gather", "tp": 2, "dp": 1}),
     ("gpt-oss", {"cp": 2, "context_method": "all-gather", "dp": 1}),
     ("smollm3", {"cp": 2, "context_method": "all-gather"}),
     ("granite", SP),
@@ -67,6 +74,9 @@ MORE = [
     ("gemma2", {"tp": 2, "recompute": "full"}),
     ("gemma2", {**ULYSSES, "zero": 3}),
     ("gpt-oss", {"tp": 2, "ep": 2, "dp": 2}),
+    ("llama4", {"tp": 2, "ep": 2, "dp": 2, "overlap": {"ep": True}}),
+    ("llama4", {"dp": 2, "ep": 2, "zero": 3}),
+    ("llama4", ULYSSES),
     ("gpt-oss", {"dp": 2, "ep": 2, "zero": 3}),
     ("smollm3", ULYSSES),
     ("granite", {"dp": 2, "zero": 3, "recompute": "selective", "recompute_operators": ("norm", "activation")}),

@@ -14,7 +14,8 @@ from shardwise.engine.engine import apply_compile
 from shardwise.engine.patterns import DECODER
 from shardwise.engine.recompute import apply_recompute
 from shardwise.models.decoder import Decoder, initialise
-from shardwise.spec.model import LatentAttention, MixtureOfExperts, Model
+from shardwise.spec.layers import LatentAttention
+from shardwise.spec.model import MixtureOfExperts, Model
 from shardwise.spec.stack import default_stack
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

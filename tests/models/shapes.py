@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shardwise.models import Decoder, initialise
-from shardwise.spec.layers import LayerRecord
-from shardwise.spec.model import LatentAttention, MixtureOfExperts, Model, Numerics
+from shardwise.spec.layers import LatentAttention, LayerRecord
+from shardwise.spec.model import MixtureOfExperts, Model, Numerics
 
 _LLAMA: dict[str, Any] = {
     "layers": 3, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 61, "activation": "swiglu",
@@ -26,6 +26,10 @@ SHAPES: dict[str, Model] = {
     "sinks": Model(**_LLAMA, attention_sinks=True, qkv_bias=True, attention_out_bias=True, mlp_bias=True,
                    sliding_window=5, sliding_window_every=2, numerics=Numerics(swiglu_limit=2.0),
                    moe=replace(_EXPERTS, shared_ffn=0, router_logit_bias=True)),
+    "llama4": Model(**_LLAMA, attention_chunk=7, numerics=Numerics(
+        long_query_scale=0.8, long_query_floor=4, renormalise_top_k=False, balance_loss=0.0),
+        moe=replace(_EXPERTS, top_k=1, router="sigmoid", weighs_inputs=True), pattern=(
+            LayerRecord(mixer="chunk"), LayerRecord(mixer="full", rotary=False, feed_forward="mixture"))),
     "gpt": Model(**{**_LLAMA, "activation": "gelu", "norm": "layernorm", "kv_heads": 4}, positions="learned",
                  tied_embeddings=True, qkv_bias=True, attention_out_bias=True, mlp_bias=True, lm_head_bias=True),
     "geglu": Model(**{**_LLAMA, "activation": "geglu"}, positions="none", numerics=Numerics(gelu="exact")),

@@ -148,6 +148,19 @@ def _yarn_growth(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
+def query_growth(model: Model, positions: Tensor) -> Tensor | None:
+    """The factor of queries in layers without rope (arXiv 2501.19399, as in Llama 4) at ``positions`` [batch, seq]."""
+    scale, floor = model.numerics.long_query_scale, model.numerics.long_query_floor
+    if scale is None:
+        return None
+    return (1 + scale * torch.log1p(torch.floor((positions.float() + 1) / floor)))[:, :, None, None]
+
+
+def grown(query: Tensor, arguments: AttentionArguments) -> Tensor:
+    factor = arguments.query_factor
+    return query if factor is None else (query * factor).to(query.dtype)
+
+
 # -- Attention -------------------------------------------------------------------------------------
 
 LATENT_EPSILON = 1e-6  # of the norms inside latent attention; DeepSeek has no setting for it
@@ -197,6 +210,7 @@ class Attention(nn.Module):
             query, key, value = (tensor.clamp(-self.clip, self.clip) for tensor in (query, key, value))
         query, key, value = (torch.unflatten(tensor, -1, (-1, self.head_size)) for tensor in (query, key, value))
         query, key = self.positioned(query, key, rotation)
+        query = grown(query, arguments)
         if self.sinks is not None:
             arguments = replace(arguments, sinks=self.sinks)
         attended = self.attend(query, key, value, arguments)
@@ -260,8 +274,8 @@ class MultiHeadLatentAttention(nn.Module):
         else:
             (queries,) = self.project(hidden, *self.projections())
             latent, key_rotated = self.every_head(latent, key_rotated)
-        heads = self.expand(queries, latent, key_rotated, rotation)
-        attended = self.attend(*heads, arguments)
+        query, key, value = self.expand(queries, latent, key_rotated, rotation)
+        attended = self.attend(grown(query, arguments), key, value, arguments)
         return plus_linear(residual, attended.flatten(-2), self.output)
 
     def projections(self) -> tuple[nn.Linear, ...]:

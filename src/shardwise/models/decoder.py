@@ -17,14 +17,15 @@ from torch import Tensor, nn
 
 from shardwise.models import kernels
 from shardwise.models.adapters import initial_adapter, is_of_adapter
-from shardwise.models.attention import Rotation, attention_scale, rotation_of
+from shardwise.models.attention import Rotation, attention_scale, query_growth, rotation_of
 from shardwise.models.dot_product import AttentionArguments, document_bounds
 from shardwise.models.dropout import keys_in_layer
 from shardwise.models.layer import Ahead, Layer, PredictionLayer, ahead_of, scaled
 from shardwise.models.loss import cross_entropy_sum, softly_capped
 from shardwise.models.norms import norm_of
 from shardwise.spec.errors import SpecError
-from shardwise.spec.model import LONGEST, Model
+from shardwise.spec.layers import LONGEST
+from shardwise.spec.model import Model
 from shardwise.spec.support import not_built
 
 
@@ -110,6 +111,7 @@ class Decoder(nn.Module):
         packed = Packed.of(documents, most_documents)
         chunks = self._chunks(places, packed, whole=positions is None)
         softcap, scale = self.model.numerics.attention_softcap, attention_scale(self.model)
+        growth = query_growth(self.model, places)
 
         def run(index: int, layer: nn.Module, states: Tensor, *more: Tensor) -> Tensor:
             record = self.model.every_layer[index]
@@ -117,7 +119,8 @@ class Decoder(nn.Module):
             window, (numbers, bounds, _) = self.model.sliding_window, chunks if record.mixer == "chunk" else packed
             keys = None if token_keys is None else keys_in_layer(token_keys, index)
             seen = (self.model.causal, window if windowed else None, scale, numbers, positions, bounds, softcap)
-            arguments = AttentionArguments(*seen, token_keys=keys)
+            factor = None if record.rotary else growth
+            arguments = AttentionArguments(*seen, query_factor=factor, token_keys=keys)
             turned = (windowed_rotation if windowed else rotation) if record.rotary else None
             result: Tensor = layer(states, turned, arguments, *more)
             return result

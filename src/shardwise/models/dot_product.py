@@ -78,6 +78,7 @@ class AttentionArguments:
     bounds: Tensor | None = None  # the same as `documents`, by `document_bounds`; where known
     softcap: float | None = None  # makes c·tanh(x/c) of the scaled scores
     sinks: Tensor | None = None  # a logit of each query head, in the denominator of its softmax alone [heads]
+    query_factor: Tensor | None = None  # of each token's queries [batch or 1, seq, 1, 1], before they meet keys
     token_keys: Tensor | None = None  # what dropout follows (`models.dropout.keys_in_layer`); None: without it
 
 

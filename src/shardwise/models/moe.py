@@ -429,7 +429,7 @@ class MoELayer(BuffersInFp32):
         self.experts = GroupedExperts(model)
         self.shared = MLP(model, model.moe.shared_ffn) if model.moe.shared_ffn else None
         self.shared_gate = nn.Linear(model.hidden, 1, bias=False) if model.moe.shared_gate else None
-        self.number, self.top_k = model.moe.experts, model.moe.top_k
+        self.number, self.top_k, self.weighs_inputs = model.moe.experts, model.moe.top_k, model.moe.weighs_inputs
         self.register_buffer("load", torch.zeros(self.number, dtype=torch.float32), persistent=False)
         self.balance_coefficient = model.numerics.balance_loss
         self.balance_scale: Tensor | float | None = None
@@ -442,6 +442,8 @@ class MoELayer(BuffersInFp32):
         indices, weights, scores = self.router(rows)
         if self.training:
             weights = self._balanced(weights, indices, scores, batch=hidden.shape[0])
+        if self.weighs_inputs:
+            rows, weights = (rows * weights).to(rows.dtype), torch.ones_like(weights)
         beside = None if self.shared is None else partial(self._shared, hidden)
         mixed, shared = self.mix(self.exchange, self.experts, rows, indices, weights, beside)
         mixed = mixed.view_as(hidden)

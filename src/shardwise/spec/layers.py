@@ -10,6 +10,7 @@ from typing import Literal
 from shardwise.spec.codec import Spec, count
 
 MOST_LAYERS = 2048  # far beyond any model: more is a mistake, and would keep a search busy for ever
+WIDEST, MOST_HEADS, LONGEST = 2**24, 2**16, 2**30  # as far
 
 Mixer = Literal["full", "window", "chunk"]
 
@@ -26,6 +27,27 @@ class LayerRecord(Spec):
     """What follows attention: an MLP, or a mixture of experts."""
     repeat: int = count(1, maximum=MOST_LAYERS)
     """Number of such layers in a row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention(Spec):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): ranks and head sizes."""
+
+    kv_rank: int = count(maximum=WIDEST)
+    """Features of the latent keys and values."""
+    nope_dim: int = count(maximum=WIDEST)
+    """Features of a query or key head that are not rotated."""
+    rope_dim: int = count(maximum=WIDEST)
+    """Features that rope rotates."""
+    value_dim: int = count(maximum=WIDEST)
+    """Features of a value head."""
+    q_rank: int | None = count(None, maximum=WIDEST)
+    """Features of the latent queries. None: queries are not compressed."""
+
+    @property
+    def narrow_features(self) -> int:
+        """Latent features of a token: compressed queries, keys and values, and the rotated key."""
+        return (self.q_rank or 0) + self.kv_rank + self.rope_dim
 
 
 def layers_of_pattern(pattern: Sequence[LayerRecord], layers: int) -> tuple[LayerRecord, ...]:

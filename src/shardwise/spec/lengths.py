@@ -9,7 +9,7 @@ from typing import Literal
 
 from shardwise.spec.codec import Spec, count, setting
 from shardwise.spec.errors import SpecError
-from shardwise.spec.model import LONGEST
+from shardwise.spec.layers import LONGEST
 
 
 @dataclass(frozen=True, kw_only=True)

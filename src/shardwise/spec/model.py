@@ -14,7 +14,17 @@ from typing import Literal
 
 from shardwise.spec.codec import Spec, count, setting
 from shardwise.spec.errors import SpecError
-from shardwise.spec.layers import MOST_LAYERS, LayerRecord, Mixer, layers_of_pattern, pattern_of_layers
+from shardwise.spec.layers import (
+    LONGEST,
+    MOST_HEADS,
+    MOST_LAYERS,
+    WIDEST,
+    LatentAttention,
+    LayerRecord,
+    Mixer,
+    layers_of_pattern,
+    pattern_of_layers,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +66,8 @@ class RopeScaling(Spec):
             raise SpecError("short_factors", problem, "give both, or another kind")
         if self.kind != "linear" and self.original_seq is None:
             raise SpecError("original_seq", "is missing", f"{self.kind} needs the length first trained with")
-        if self.kind == "llama3" and self.high_frequency <= self.low_frequency:
-            raise SpecError("high_frequency", "is not above low_frequency", "swap them")
+        if self.kind == "llama3" and self.high_frequency < self.low_frequency:
+            raise SpecError("high_frequency", "is below low_frequency", "swap them")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +104,11 @@ class Numerics(Spec):
     """Factor of the logits (Cohere, Granite)."""
     residual_scale: float = setting(1.0, above=0)
     """Factor of what attention and MLP add to the hidden states (Granite)."""
+    long_query_scale: float | None = setting(None, above=0)
+    """s, where queries of layers without rope grow along a sequence: by 1 + s·log(1 + ⌊(position + 1) / floor⌋) (Llama
+    4, arXiv 2501.19399)."""
+    long_query_floor: int = count(8192, maximum=2**30)
+    """That floor: the first tokens, whose queries do not grow."""
     clip_qkv: float | None = setting(None, above=0)
     """Bound of queries, keys and values (OLMo)."""
     renormalise_top_k: bool = True
@@ -109,8 +124,6 @@ class Numerics(Spec):
 
 
 Split = Literal["column", "row", "none"]
-# Far beyond any model, as `MOST_LAYERS` is.
-WIDEST, MOST_HEADS, LONGEST = 2**24, 2**16, 2**30
 
 
 class MatrixRole(Enum):
@@ -173,27 +186,6 @@ class Matrix:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentAttention(Spec):
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): ranks and head sizes."""
-
-    kv_rank: int = count(maximum=WIDEST)
-    """Features of the latent keys and values."""
-    nope_dim: int = count(maximum=WIDEST)
-    """Features of a query or key head that are not rotated."""
-    rope_dim: int = count(maximum=WIDEST)
-    """Features that rope rotates."""
-    value_dim: int = count(maximum=WIDEST)
-    """Features of a value head."""
-    q_rank: int | None = count(None, maximum=WIDEST)
-    """Features of the latent queries. None: queries are not compressed."""
-
-    @property
-    def narrow_features(self) -> int:
-        """Latent features of a token: compressed queries, keys and values, and the rotated key."""
-        return (self.q_rank or 0) + self.kv_rank + self.rope_dim
-
-
-@dataclass(frozen=True, kw_only=True)
 class MixtureOfExperts(Spec):
     """Routed experts: how many, how many per token, how wide, and in which layers."""
 
@@ -217,6 +209,8 @@ class MixtureOfExperts(Spec):
     """A bias that balances the load is added to scores where experts are chosen, not to their weights (DeepSeek-V3)."""
     router_logit_bias: bool = False
     """The router's linear layer has a bias, which is trained (gpt-oss)."""
+    weighs_inputs: bool = False
+    """A token's expert reads it times its weight, in place of a weighted output (Llama 4); with `top_k: 1` only."""
     groups: int = count(1, maximum=MOST_HEADS)
     """Groups that experts are divided into."""
     groups_used: int = count(1, maximum=MOST_HEADS)
@@ -225,6 +219,8 @@ class MixtureOfExperts(Spec):
     def check(self) -> None:
         if self.top_k > self.experts:
             raise SpecError("top_k", f"{self.top_k} is more than {self.experts} experts", "lower top_k")
+        if self.weighs_inputs and self.top_k > 1:
+            raise SpecError("weighs_inputs", f"true, but tokens are sent to {self.top_k} experts", "set top_k: 1")
         if self.experts % self.groups:
             raise SpecError("groups", f"{self.groups} does not divide {self.experts} experts", "use a divisor")
         if self.groups_used > self.groups:

@@ -20,8 +20,8 @@ from shardwise.spec.fine_tuning import (
     TrainedPattern,
     Tuning,
 )
+from shardwise.spec.layers import LONGEST
 from shardwise.spec.lengths import Lengths
-from shardwise.spec.model import LONGEST
 
 
 @dataclass(frozen=True, kw_only=True)

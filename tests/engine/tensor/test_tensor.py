@@ -17,7 +17,8 @@ from shardwise.engine.patterns import DECODER
 from shardwise.engine.tensor.apply import apply_tensor
 from shardwise.measure.reference import deviation, global_norm
 from shardwise.models.decoder import Decoder, initialise
-from shardwise.spec.model import LatentAttention, Model
+from shardwise.spec.layers import LatentAttention
+from shardwise.spec.model import Model
 from shardwise.spec.strategy import Overlap, Strategy
 
 LLAMA = Model(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=50, activation="swiglu", norm="rmsnorm",

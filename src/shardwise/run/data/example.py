@@ -14,7 +14,7 @@ from shardwise.run.data.packing import PackedStream
 from shardwise.run.data.token_files import Tokenizer, Tokens, open_pair, pairs_of_preferences, tokenizer_from
 from shardwise.run.storage.place import place_of
 from shardwise.spec.errors import SpecError
-from shardwise.spec.model import LONGEST
+from shardwise.spec.layers import LONGEST
 
 _ANY_TOKEN = 2**31  # where no tokenizer says how many there are
 
