@@ -299,6 +299,11 @@ class Stack(Spec):
         is_local = zero in stages if pp > 1 else zero >= 2 and self.accumulation == "local"
         return "local" if is_local and not leave else "sharded"
 
+    @property
+    def joins_adapters(self) -> bool:
+        """Whether one adapter serves queries, keys and values, whose product is one (Megatron's linear_qkv)."""
+        return self.layers != "torch" or self.joined_projections
+
     def has_adapter_units(self, training: Training, strategy: Strategy) -> bool:
         """Whether ZeRO-3 gathers every matrix of an adapter by itself."""
         sharded = strategy.zero == 3 and not strategy.keep_parameters

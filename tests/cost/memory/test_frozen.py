@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from shardwise.accuracy.vocabulary import cut
+from shardwise.cost.compute.operators import OperatorRole, layer_operators
 from shardwise.cost.memory.activations import SavedRole, layer_activation_bytes, layer_saved_tensors
 from shardwise.cost.memory.device import device_memories, peak_memory
 from shardwise.cost.memory.room import reserved_bytes
 from shardwise.cost.step.prediction import predict
 from shardwise.cost.step.simulation import rank_predictions
+from shardwise.cost.step.stage_time import layer_shape
 from shardwise.layout.payloads import Role, sent_backward
 from shardwise.layout.stages import rank_contents
 from shardwise.spec import Job
@@ -210,3 +212,15 @@ def test_blocks_of_shifted_logits_are_reserved_and_fit_nothing() -> None:
     logits = TOKENS * 32_000
     assert reserved(shifted_logits=True) - reserved(shifted_logits=False) == pytest.approx((2 + 4) * logits)
     assert reserved(shifted_logits=True, loss="fused") == reserved(shifted_logits=False, loss="fused")
+
+
+def test_one_product_has_one_adapter() -> None:
+    def adapters(joined: bool, tp: int) -> list[float]:
+        case = job({"joined_projections": joined}, tp, strategy={"tp": tp, "zero": 0}, global_batch=2)
+        operators = layer_operators(case.model, layer_shape(case), moe=False, tuning=case.training.tuning)
+        return [one.flops for one in operators if one.role is OperatorRole.ADAPTER and one.kind == "product"]
+
+    for tp in (1, 4):
+        apart, joined = adapters(False, tp), adapters(True, tp)
+        assert len(apart) - len(joined) == 2 * 2
+        assert sum(apart) - sum(joined) == pytest.approx(2 * 2 * TOKENS * 16 * HIDDEN)  # two inputs read once less

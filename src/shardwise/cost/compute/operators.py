@@ -59,6 +59,7 @@ class LayerShape:
     attended_share: float = 1.0  # of the keys of a whole sequence, where documents attend to themselves
     expert_rows: float = 1.0  # times those of balanced routing (`Stack.rows_of_experts`)
     adapters: Literal["16-bit", "fp32", "added", "fused"] = "16-bit"  # as of the `Stack`
+    joined: bool = False  # queries, keys and values have one adapter (`Stack.joins_adapters`)
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,12 @@ def _adapters(
     model: Model, shape: LayerShape, adapters: Adapters, adapted: float, flows: float, *, moe: bool
 ) -> Iterator[Operator]:
     """The two products beside each matrix, and what adds their result to its own; in an ``adapted`` share of layers."""
-    for matrix in model.attention_matrices:
+    attention = model.attention_matrices
+    if shape.joined and model.mla is None:
+        own = [matrix for matrix in attention[:-1] if adapters.adapts(matrix)]
+        outputs = round(sum(matrix.outputs * matrix.share(shape.tp) for matrix in own) * shape.tp)
+        attention = (*(replace(matrix, outputs=outputs, groups=0) for matrix in own[:1]), attention[-1])
+    for matrix in attention:
         rows = shape.region_tokens if matrix.split == "none" else shape.tokens
         yield from _adapter(matrix, adapters, shape, rows * adapted, shape.tp, flows)
     if not moe or model.moe is None:

@@ -51,7 +51,7 @@ def layer_shape(job: Job, context_rank: int | None = None) -> LayerShape:
     elif lengths is not None:
         seq = round(seq * lengths.computed_share(seq, strategy.microbatch))
     rows, adapters = job.stack.rows_of_experts(job.model), job.stack.adapters
-    of_layers = (shards, zigzag, rank, experts, dropout, attended, rows, adapters)
+    of_layers = (shards, zigzag, rank, experts, dropout, attended, rows, adapters, job.stack.joins_adapters)
     return LayerShape(tokens, region, seq, strategy.tp, *of_layers)
 
 
