@@ -20,6 +20,7 @@ from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
+from shardwise.spec.parameters import parameter_count
 
 EIGHT = cluster_from("dgx-h100")
 LLAMA = presets.load("model", Model, "llama3-8b")
@@ -51,7 +52,16 @@ TRL: dict[str, Any] = {
     "model_name_or_path": "llama3-8b", "dataset_name": "mine", "max_length": 4096, "use_peft": True, "lora_r": 64,
     "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "bf16": True, "learning_rate": 2e-4,
 }  # fmt: skip
-RECIPES = {"axolotl": AXOLOTL, "llamafactory": FACTORY, "torchtune": TUNE, "litgpt": LIT, "trl": TRL}
+NEOX: dict[str, Any] = {
+    "pipe-parallel-size": 2, "model-parallel-size": 2, "num-layers": 44, "hidden-size": 6144,
+    "num-attention-heads": 64, "seq-length": 2048, "max-position-embeddings": 2048, "pos-emb": "rotary",
+    "rotary-pct": 0.25, "no-weight-tying": True, "gpt-j-residual": True, "attention-config": [[["flash"], 44]],
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-4}}, "zero_optimization": {"stage": 1},
+    "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8, "checkpoint-activations": True,
+    "fp16": {"enabled": True}, "train-iters": 100,
+}  # fmt: skip
+RECIPES = {"axolotl": AXOLOTL, "llamafactory": FACTORY, "torchtune": TUNE, "litgpt": LIT, "trl": TRL,
+           "gpt-neox": NEOX}  # fmt: skip
 
 
 def changed(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -87,7 +97,7 @@ def test_they_are_read_and_not_written() -> None:
     assert set(READERS) - set(TARGETS) == set(RECIPES)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", RANKS)
 def test_a_recipe_is_known_by_its_content_and_priced(tmp_path: Path, name: str) -> None:
     file = tmp_path / "recipe.yml"
     file.write_text(yaml.safe_dump(RECIPES[name]))
@@ -159,6 +169,18 @@ def test_a_recipe_of_trl_is_the_job_that_it_says() -> None:
     assert adapters.targets == ("q_proj", "v_proj"), "PEFT's own choice"
 
 
+def test_a_file_of_gpt_neox_is_the_job_that_it_says(tmp_path: Path) -> None:
+    file = tmp_path / "20B.yml"
+    file.write_text(yaml.safe_dump(NEOX))
+    assert framework_of(file) == "gpt-neox"
+    job = job_of("gpt-neox")
+    assert parameter_count(job.model) == 20_554_567_680  # as published (Black et al. 2022, arXiv 2204.06745)
+    assert (job.strategy.tp, job.strategy.pp, job.strategy.zero, job.sequences) == (2, 2, 1, 4 * 8 * 2)
+    assert (job.strategy.recompute, job.training.precision, job.training.attention) == ("full", "fp16", "flash")
+    underscores = {key.replace("-", "_"): value for key, value in NEOX.items()}
+    assert READERS["gpt-neox"].read(yaml.safe_dump(underscores), None, EIGHT).job(EIGHT) == job
+
+
 # Changes of one setting, each with the fields that must follow.
 CHANGES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("axolotl", {"load_in_4bit": True, "adapter": "qlora"}, {"training.base_precision": "nf4-double"}),
@@ -228,6 +250,15 @@ CHANGES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("trl", {"loss_type": "nll"}, {"stack.loss": "plain"}),
     ("trl", {"torch_dtype": "bfloat16"}, {"stack.base": "trl", "stack.loss": "plain"}),
     ("trl", {"use_liger_kernel": True}, {"stack.loss": "pieces", "stack.norms": "fused"}),
+    ("gpt-neox", {"activation": "swiglu", "intermediate_size": 32768, "mlp_multiple_of": 256}, {"model.ffn": 11008}),
+    ("gpt-neox", {"pipe-parallel-size": 0}, {"strategy.pp": 1}),
+    ("gpt-neox", {"attention-config": None}, {"training.attention": "unfused"}),
+    ("gpt-neox", {"zero_optimization": {"stage": 2, "cpu_offload": True}, "pipe-parallel-size": 0},
+     {"strategy.offload.optimizer": 1.0}),
+    ("gpt-neox", {"train_batch_size": 64}, {"training.global_batch": 64}),
+    ("gpt-neox", {"hidden_dropout": 0.1}, {"training.dropout": True}),
+    ("gpt-neox", {"num_kv_heads": 8}, {"model.kv_heads": 8}),
+    ("gpt-neox", {"fp16": None, "precision": "bfloat16"}, {"training.precision": "bf16"}),
     ("litgpt", {"lora_r": None}, {"training.adapters": None}),
     ("litgpt", {"lora_mlp": True, "lora_query": False}, {"training.adapters.targets": ("v_proj", "mlp")}),
     ("litgpt", {"precision": "32-true"}, {"training.precision": "fp32"}),
@@ -256,12 +287,12 @@ def said(read: Imported) -> tuple[Any, ...]:
     return dict(read.fields), read.notes, read.unused, read.no_model
 
 
-VALUES = (True, False, 4, "adamw_bnb_8bit", 0.5, [1], "eager", "layers", "nll", "bfloat16")
+VALUES = (True, False, 4, "adamw_bnb_8bit", 0.5, [1], "eager", "layers", "nll", "bfloat16", "fp32", "parameters")
 # Beside which the settings that the usual recipe makes idle have an effect.
 BESIDE: dict[str, tuple[dict[str, Any], ...]] = {
     "axolotl": ({}, {"attn_implementation": "eager", "lora_target_linear": None}),
     "llamafactory": ({},), "torchtune": ({},), "litgpt": ({},),
-    "trl": ({},),
+    "trl": ({},), "gpt-neox": ({}, {"fp16": None, "precision": "bfloat16"}),
 }  # fmt: skip
 
 
@@ -315,6 +346,9 @@ def test_a_model_that_is_not_known_is_said_and_another_may_be_given(tmp_path: Pa
         ("torchtune", {"model._component_": "mine.models.llama"}, "model._component_"),
         ("torchtune", {"model.lora_attn_modules": ["w1"]}, "model.lora_attn_modules"),
         ("torchtune", {"dtype": "int3"}, "dtype"),
+        ("gpt-neox", {"attention-config": [[["mamba"], 44]]}, "attention_config"),
+        ("gpt-neox", {"hidden-size": None}, "hidden_size"),
+        ("gpt-neox", {"zero_optimization": {"stage": 7}}, "zero_optimization.stage"),
         ("litgpt", {"devices": 4}, "devices"),
         ("litgpt", {"quantize": "bnb.nf4"}, "quantize"),
         ("litgpt", {"lora_query": False, "lora_value": False}, "lora_query"),

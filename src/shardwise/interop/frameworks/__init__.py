@@ -15,6 +15,7 @@ from shardwise.interop.frameworks.accelerate import ACCELERATE
 from shardwise.interop.frameworks.axolotl import AXOLOTL
 from shardwise.interop.frameworks.colossalai import COLOSSALAI
 from shardwise.interop.frameworks.deepspeed import DEEPSPEED
+from shardwise.interop.frameworks.gpt_neox import GPT_NEOX
 from shardwise.interop.frameworks.job_fields import Exported, Imported, Lost, effective_fields
 from shardwise.interop.frameworks.litgpt import LITGPT
 from shardwise.interop.frameworks.llamafactory import LLAMAFACTORY
@@ -41,7 +42,7 @@ TARGETS: dict[str, Target] = {
     framework.name: framework for framework in (DEEPSPEED, MEGATRON, TORCHTITAN, ACCELERATE, NANOTRON, COLOSSALAI)
 }
 # Those whose configurations are read, which are not all written.
-_RECIPES = (AXOLOTL, LLAMAFACTORY, TORCHTUNE, LITGPT, TRL)
+_RECIPES = (AXOLOTL, LLAMAFACTORY, TORCHTUNE, LITGPT, TRL, GPT_NEOX)
 READERS: dict[str, Target] = {**TARGETS, **{framework.name: framework for framework in _RECIPES}}
 
 

@@ -107,8 +107,8 @@ def note_lengths(reading: Reading, *, packed: bool, length: str) -> None:
 # Words of transformers.training_args.OptimizerNames, of Axolotl and of bitsandbytes.
 OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla",
-                     "adamw_torch_npu_fused", "adamw", "optimi_adamw", "paged_adamw", "paged_adamw_32bit",
-                     "adamw_anyprecision", "adopt_adamw", "flash_adamw"), "adamw"),
+                     "adamw_torch_npu_fused", "adamw", "adam", "fusedadam", "cpu_adam", "optimi_adamw", "paged_adamw",
+                     "paged_adamw_32bit", "adamw_anyprecision", "adopt_adamw", "flash_adamw"), "adamw"),
     **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "ao_adamw_8bit", "adamw_torch_8bit"),
                     "adam8bit"),
     **dict.fromkeys(("lion_32bit", "paged_lion_32bit", "rmsprop", "flash_lion"), "sgd-momentum"),
