@@ -40,6 +40,9 @@ MODELS = {
                    numerics=Numerics(windowed_rope_theta=100.0, rope_theta=100.0, rope_scaling=YARN)),
     "smollm3": Model(**RMS, tied_embeddings=True, sliding_window=5, pattern=(
         LayerRecord(repeat=2), LayerRecord(mixer="window", rotary=False), LayerRecord(rotary=False))),
+    "nemotron": Model(**{**SHAPE, "activation": "relu2"}, norm="layernorm", mlp_bias=True,
+                      numerics=Numerics(norm_plus_one=True, rotary_share=0.5)),
+    "hunyuan": Model(**RMS, qk_norm=True, qk_norm_rotated=True),
     "granite": Model(**RMS, tied_embeddings=True, numerics=Numerics(
         embedding_scale=12.0, residual_scale=0.22, logit_scale=0.5, attention_scalar=5.0)),
     "llama4": Model(**RMS, attention_chunk=7,
@@ -64,6 +67,8 @@ QUICK = [
     ("gpt-oss", {"cp": 2, "context_method": "all-gather", "dp": 1}),
     ("smollm3", {"cp": 2, "context_method": "all-gather"}),
     ("granite", SP),
+    ("nemotron", SP),
+    ("hunyuan", {**ULYSSES, "tp": 2}),
 ]
 MORE = [
     ("olmo2", {"tp": 4}),  # more ranks than key-value heads: some hold the same
@@ -92,7 +97,7 @@ def job_of(name: str, fields: dict[str, Any]) -> Job:
     )
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(("name", "fields"), QUICK, ids=str)
 def test_it_equals_one_process(name: str, fields: dict[str, Any]) -> None:
     check(job_of(name, fields))

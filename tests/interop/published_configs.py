@@ -257,10 +257,20 @@ COUNTED: dict[str, tuple[int, dict[str, Any]]] = {
         8, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 40, "residual_multiplier": 0.22,
         "rms_norm_eps": 1e-06, "rope_theta": 10000000.0, "tie_word_embeddings": True, "vocab_size": 49155,
     }),
+    "transformers HunYuanDenseV1Config(head_dim=128)": (8859684864, {
+        "model_type": "hunyuan_v1_dense", "head_dim": 128,
+    }),
+    "transformers NemotronConfig(num_key_value_heads=8)": (15628775424, {
+        "model_type": "nemotron", "num_key_value_heads": 8,
+    }),
+    "transformers MinistralConfig(head_dim=128)": (7241732096, {"model_type": "ministral", "head_dim": 128}),
 }  # fmt: skip
 
 # What transformers 5 builds from the defaults of a family alone; `models/huggingface/test_counts.py` lets it count.
 DEFAULTS: dict[str, int] = {
     "olmo3": 6888624128, "smollm3": 3075098624, "seed_oss": 28921040896, "granite": 6738415616,
     "granitemoeshared": 37039116288,
+    "glm": 9399951360, "glm4": 9400279040, "ernie4_5": 360748032, "helium": 2172643840,
+    "cohere": 34980831232, "cohere2": 34980831232, "arcee": 4022766080, "stablelm": 2795443200,
+    "starcoder2": 3030371328, "exaone4": 9429069824, "cwm": 32581097472,
 }  # fmt: skip

@@ -133,6 +133,18 @@ def test_a_mistake_in_the_language_model_names_its_place() -> None:
         ({"model_type": "granite", "attention_multiplier": -1.0}, "attention_multiplier"),
         ({"model_type": "granite", "attention_multiplier": True}, "attention_multiplier"),
         ({"model_type": "granite", "residual_multiplier": 0}, "residual_multiplier"),
+        ({"model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic"}}, "rope_scaling.rope_type"),
+        ({"model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "alpha": -1}}, "rope_scaling.alpha"),
+        ({"model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "alpha": "x"}}, "rope_scaling.alpha"),
+        ({"model_type": "helium", "head_dim": 64}, "head_dim"),
+        ({"model_type": "cohere", "use_qk_norm": True}, "use_qk_norm"),
+        ({"model_type": "cohere", "logit_scale": None}, "logit_scale"),
+        ({"model_type": "cohere2", "sliding_window_pattern": "LLLG"}, "sliding_window_pattern"),
+        ({"model_type": "exaone4", "layer_types": {}}, "layer_types"),
+        ({"model_type": "nemotron", "hidden_act": "relu3"}, "hidden_act"),
+        ({"model_type": "stablelm", "qk_layernorm": True}, "qk_layernorm"),
+        ({"model_type": "stablelm", "use_parallel_residual": "no"}, "use_parallel_residual"),
+        ({"model_type": "cwm", "rope_scaling": []}, "rope_scaling"),
         ({"model_type": "opt", "hidden_size": 1024, "word_embed_proj_dim": 512}, "word_embed_proj_dim"),
         ({"model_type": "opt", "do_layer_norm_before": False}, "do_layer_norm_before"),
         ({"model_type": None}, "model_type"),
@@ -218,6 +230,8 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     config[FAMILIES[family].keys["hidden"].name] = config[heads] * draw(_sizes)
     if kv_heads:
         config[kv_heads.name] = draw(st.sampled_from([n for n in (1, 2, 4, 8) if config[heads] % n == 0]))
+    if "head_dim" in FAMILIES[family].requires:
+        config["head_dim"] = config["hidden_size"] // config[heads]
     if "moe.groups" in FAMILIES[family].keys:
         config |= {
             "n_group": 1,

@@ -92,6 +92,7 @@ def with_defaults(keys: Mapping[str, Key], **defaults: Any) -> dict[str, Key]:
 
 GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu": "geglu", "gelu_new": "geglu"}
 PLAIN = {"gelu": "gelu", "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
+SQUARED = {**PLAIN, "relu2": "relu2"}
 
 
 def activation(names: str, default: str, meanings: Mapping[str, str]) -> dict[str, Key]:
@@ -154,12 +155,18 @@ def read_windowed_theta(value: Any, config: Config) -> Any:
     return windowed.get("rope_theta", value) if _differ_by_layer(config) else value
 
 
-def rope_scaling(layers: str = "") -> Key:
-    """The stretching of rotary positions, of all layers or of the kind ``layers``."""
-    return key(
-        "rope_scaling", None, types=MAPPING, write=write_scaling,
-        read=lambda value, config: _scaling(value, config, _parameters(config, layers)),
-    )  # fmt: skip
+def rope_scaling(layers: str = "", usual: Mapping[str, Any] | None = None) -> Key:
+    """The stretching of rotary positions, of all layers or of a kind of them; ``usual`` where a config has none."""
+
+    def read(value: Any, config: Config) -> RopeScaling | None:
+        gives_way = value == usual and config.get("rope_parameters")
+        return _scaling(None if gives_way else value, config, _parameters(config, layers))
+
+    def write(value: RopeScaling | None, model: Model) -> dict[str, Any] | None:
+        absent = {"rope_type": "default"} if usual else None  # null would be the usual one
+        return write_scaling(value, model) or absent
+
+    return key("rope_scaling", usual, types=MAPPING, nullable=True, read=read, write=write)
 
 
 def _scaling(value: Any, config: Config, parameters: Mapping[str, Any]) -> RopeScaling | None:
@@ -242,7 +249,14 @@ def listed_layers_or_usual(config: Config, layers: Sequence[LayerRecord]) -> Seq
 
 def usual_every(every: Any) -> Callable[[int], str]:
     """Every n-th layer attends to all keys, the others have a window."""
-    return lambda index: GLOBAL if isinstance(every, int) and every > 0 and (index + 1) % every == 0 else WINDOWED
+
+    def kind(index: int) -> str:
+        if type(every) is not int or every < 1:
+            problem = f"{shown(every)} is not a positive number"
+            raise SpecError("sliding_window_pattern", problem, "correct it, or list the layers in layer_types")
+        return GLOBAL if (index + 1) % every == 0 else WINDOWED
+
+    return kind
 
 
 def layer_types(model: Model) -> dict[str, Any]:

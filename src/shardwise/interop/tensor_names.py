@@ -98,6 +98,7 @@ def shared_in(theirs: str) -> dict[str, str]:
 
 OUT_NORMS = {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
 BOTH_NORMS = {**OUT_NORMS, "mlp_norm": "pre_feedforward_layernorm"}
+QUERY_AND_KEY = frozenset({"attention.query", "attention.key"})
 QUERY_KEY_VALUE = ("attention.query", "attention.key", "attention.value")
 FREQUENCIES = ("rotary_emb.inv_freq",)
 

@@ -186,7 +186,7 @@ class Attention(nn.Module):
         self.value = nn.Linear(model.hidden, model.key_value_heads * size, bias=model.qkv_bias)
         self.output = nn.Linear(model.heads * size, model.hidden, bias=model.attention_out_bias)
         self.clip, self.normed_whole = model.numerics.clip_qkv, model.qk_norm_whole
-        whole = model.qk_norm_whole
+        self.normed_rotated, whole = model.qk_norm_rotated, model.qk_norm_whole
         self.query_norm = norm_of(model, self.query.out_features if whole else size) if model.qk_norm else None
         self.key_norm = norm_of(model, self.key.out_features if whole else size) if model.qk_norm else None
         self.sinks = nn.Parameter(torch.zeros(model.heads)) if model.attention_sinks else None
@@ -221,10 +221,12 @@ class Attention(nn.Module):
         return self.query, self.key, self.value
 
     def positioned(self, query: Tensor, key: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
-        """Queries and keys normed, in models that do so, and rotated by their positions."""
-        if not self.normed_whole:
+        """Queries and keys normed, in models that do so, and rotated by their positions; or first rotated."""
+        if not (self.normed_whole or self.normed_rotated):
             query, key = self._normed(query, key)
-        return (query, key) if rotation is None else (rotate(query, rotation), rotate(key, rotation))
+        if rotation is not None:
+            query, key = rotate(query, rotation), rotate(key, rotation)
+        return self._normed(query, key) if self.normed_rotated else (query, key)
 
     def _normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         if self.query_norm is None or self.key_norm is None:

@@ -24,8 +24,29 @@ def activation_of(model: Model) -> Activation:
         return partial(_gated, "silu")
     if model.activation == "relu":
         return F.relu
+    if model.activation == "relu2":
+        return _squared_relu
     approximate = "tanh" if model.numerics.gelu == "tanh" else "none"
     return partial(_gated, approximate) if model.gated else partial(F.gelu, approximate=approximate)
+
+
+def _squared_relu(up: Tensor) -> Tensor:
+    squared: Tensor = _SquaredRelu.apply(up)  # type: ignore[no-untyped-call]
+    return squared
+
+
+class _SquaredRelu(torch.autograd.Function):
+    """Autograd would also keep the ReLU before it is squared; here it is recomputed."""
+
+    @staticmethod
+    def forward(ctx: Any, up: Tensor) -> Tensor:
+        ctx.save_for_backward(up)
+        return F.relu(up).square()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (up,) = ctx.saved_tensors
+        return gradient * (2 * F.relu(up))
 
 
 def _gated(kind: str, gate: Tensor, up: Tensor) -> Tensor:

@@ -16,7 +16,15 @@ def norm_of(model: Model, features: int | None = None, epsilon: float | None = N
     size, epsilon = features or model.hidden, epsilon or model.numerics.norm_epsilon
     if model.norm == "rmsnorm":
         return RMSNorm(size, epsilon, weighted=model.norm_weight, plus_one=model.numerics.norm_plus_one)
-    return nn.LayerNorm(size, epsilon, elementwise_affine=model.norm_weight, bias=model.norm_bias)
+    kind = PlusOneLayerNorm if model.numerics.norm_plus_one else nn.LayerNorm
+    return kind(size, epsilon, elementwise_affine=model.norm_weight, bias=model.norm_bias)
+
+
+class PlusOneLayerNorm(nn.LayerNorm):
+    """It multiplies by its weight plus one (Nemotron, arXiv 2402.16819)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.layer_norm(input, self.normalized_shape, self.weight + 1, self.bias, self.eps)
 
 
 class RMSNorm(nn.RMSNorm):

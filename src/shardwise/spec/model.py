@@ -255,8 +255,8 @@ class Model(Spec):
     """Key-value heads; by default as many as query heads."""
     head_dim: int | None = count(None, maximum=WIDEST)
     """Features of a head; by default `hidden` / `heads`."""
-    activation: Literal["gelu", "relu", "swiglu", "geglu"] = "gelu"
-    """Activation of the MLP; `swiglu` and `geglu` have a gate."""
+    activation: Literal["gelu", "relu", "relu2", "swiglu", "geglu"] = "gelu"
+    """Activation of the MLP; `relu2` is the square of `relu` (arXiv 2109.08668); `swiglu` and `geglu` have a gate."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Kind of the norms."""
     positions: Literal["learned", "rope", "none"] = "rope"
@@ -273,6 +273,8 @@ class Model(Spec):
     """The head has a bias."""
     qk_norm: bool = False
     """Queries and keys are normed, each head by itself."""
+    qk_norm_rotated: bool = False
+    """They are normed behind rope (Hunyuan)."""
     qk_norm_whole: bool = False
     """The queries of all heads are normed together, and the keys (OLMo-2)."""
     attention_sinks: bool = False
@@ -331,6 +333,9 @@ class Model(Spec):
             raise SpecError("heads", problem, "give head_dim or use a divisor")
         if self.qk_norm_whole and not self.qk_norm:
             raise SpecError("qk_norm_whole", "true, but queries and keys are not normed", "set qk_norm: true")
+        if self.qk_norm_rotated and (not self.qk_norm or self.qk_norm_whole):
+            problem = "true needs queries and keys that are normed head by head"
+            raise SpecError("qk_norm_rotated", problem, "set qk_norm: true and qk_norm_whole: false")
         if self.norm_after and (self.norms_per_layer != 2 or self.parallel_block):
             problem = "true needs a layer of two norms, attention first"
             raise SpecError("norm_after", problem, "set norms_per_layer: 2 and parallel_block: false")

@@ -10,13 +10,17 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.interop.families import (
+    cohere,
     deepseek,
     dots,
+    ernie,
+    exaone,
     gemma,
     glm,
     gpt,
     gpt_oss,
     granite,
+    hunyuan,
     llama,
     minimax,
     olmo,
@@ -24,11 +28,16 @@ from shardwise.interop.families import (
     qwen,
     seed,
     smollm,
+    squared,
+    stability,
 )
 from shardwise.interop.keys import Family
 
 # A model is written as the first family that can express it.
-_LINES = (llama, phi, olmo, qwen, deepseek, glm, dots, minimax, gemma, gpt, gpt_oss, smollm, seed, granite)
+_LINES = (
+    llama, phi, olmo, qwen, deepseek, glm, dots, minimax, gemma, gpt, gpt_oss, smollm, seed, granite, hunyuan, ernie,
+    cohere, squared, stability, exaone,
+)  # fmt: skip
 
 FAMILIES: dict[str, Family] = {family.model_type: family for line in _LINES for family in line.FAMILIES}
 ALIASES = {"kimi_k2": "deepseek_v3"}

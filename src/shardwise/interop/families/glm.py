@@ -1,13 +1,14 @@
-"""GLM."""
+"""GLM-4, its version 0414 with norms on both sides, and the mixtures."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from shardwise.interop.families.deepseek import BALANCED, BALANCED_KEYS, BALANCED_NAMES, PREDICTION
 from shardwise.interop.families.shared import GROUPED, NUMERICS, RMS, ROTARY_SHARE, SILU
 from shardwise.interop.keys import Config, Family, key, with_defaults
-from shardwise.interop.tensor_names import ATTENTION, stored_as
+from shardwise.interop.tensor_names import ATTENTION, QUERY_AND_KEY, stored_as
 
 
 def _head_size(value: Any, config: Config) -> Any:
@@ -18,6 +19,33 @@ def _head_size(value: Any, config: Config) -> Any:
 
 
 # fmt: off
+_JOINED_MLP = {**dict.fromkeys(("mlp.gate", "mlp.up"), "mlp.gate_up_proj"), "mlp.down": "mlp.down_proj"}
+_GLM_NAMES = replace(
+    stored_as("GlmForCausalLM", ATTENTION, _JOINED_MLP, interleaved=QUERY_AND_KEY), fused=(("mlp.gate", "mlp.up"),)
+)
+_GLM = Family(
+    "glm",
+    with_defaults(
+        {**GROUPED, **SILU, **NUMERICS, **ROTARY_SHARE, "qkv_bias": key("attention_bias", True)},
+        layers=40, kv_heads=2, head_dim=128, ffn=13696, vocab=151552, max_seq=131072,
+        **{"numerics.norm_epsilon": 1.5625e-7, "numerics.rotary_share": 0.5},
+    ),
+    RMS,
+    tensors=_GLM_NAMES,
+)
+_GLM_4 = Family(
+    "glm4",
+    _GLM.keys,
+    {**RMS, "norms_per_layer": 4},
+    tensors=replace(
+        _GLM_NAMES,
+        architecture="Glm4ForCausalLM",
+        inside={
+            **_GLM_NAMES.inside,
+            "attention_out_norm": "post_self_attn_layernorm", "mlp_out_norm": "post_mlp_layernorm",
+        },
+    ),
+)
 _GLM_4_MOE = Family(
     "glm4_moe",
     with_defaults(
@@ -36,5 +64,5 @@ _GLM_4_MOE = Family(
     tensors=stored_as("Glm4MoeForCausalLM", ATTENTION, BALANCED_NAMES, PREDICTION),
 )
 
-FAMILIES = (_GLM_4_MOE,)
+FAMILIES = (_GLM, _GLM_4, _GLM_4_MOE)
 # fmt: on

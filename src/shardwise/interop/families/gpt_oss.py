@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from shardwise.interop import keys
 from shardwise.interop.families.shared import (
@@ -13,35 +12,20 @@ from shardwise.interop.families.shared import (
     RMS,
     SILU,
 )
-from shardwise.interop.keys import Config, Family, key, with_defaults
+from shardwise.interop.keys import Family, key, with_defaults
 from shardwise.interop.tensor_names import ATTENTION, JoinedExperts, joined_experts_in, stored_as
-from shardwise.spec.model import Model, RopeScaling
 
 # fmt: off
 _GPT_OSS_SCALING = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-_PLAIN = keys.rope_scaling()
-
-
-def _read_scaling(value: Any, config: Config) -> RopeScaling | None:
-    """Unlike the defaults of other families this one gives way to ``rope_parameters``."""
-    gives_way = value == _GPT_OSS_SCALING and config.get("rope_parameters")
-    scaling: RopeScaling | None = _PLAIN.read(None if gives_way else value, config)
-    return scaling
-
-
-def _write_scaling(value: RopeScaling | None, model: Model) -> dict[str, Any]:
-    return keys.write_scaling(value, model) or {"rope_type": "default"}  # null would be the family's own
-
-
 _GPT_OSS = Family(
     "gpt_oss",
     with_defaults(
         {
             **GROUPED, **SILU, **BIAS, **NUMERICS,
-            "numerics.rope_scaling": replace(_PLAIN, read=_read_scaling, write=_write_scaling),
+            "numerics.rope_scaling": keys.rope_scaling(usual=_GPT_OSS_SCALING),
             "sliding_window": key("sliding_window", 128, nullable=True),
             "numerics.swiglu_limit": key("swiglu_limit", 7.0),
             "numerics.swiglu_alpha": key("swiglu_alpha", 1.702),
@@ -51,7 +35,7 @@ _GPT_OSS = Family(
         },
         layers=36, hidden=2880, heads=64, kv_heads=8, head_dim=64, ffn=2880, vocab=201088, max_seq=131072,
         qkv_bias=True, attention_out_bias=True,
-        **{"numerics.norm_epsilon": 1e-5, "numerics.rope_theta": 150_000.0, "numerics.rope_scaling": _GPT_OSS_SCALING},
+        **{"numerics.norm_epsilon": 1e-5, "numerics.rope_theta": 150_000.0},
     ),
     {**RMS, "mlp_bias": True, "attention_sinks": True, "moe.router_logit_bias": True, "sliding_window_every": 2},
     also=keys.layer_types,

@@ -138,6 +138,7 @@ def compose(job: Job) -> Settings:
         "--normalization": word_for(_NORMS, model.norm),
         "--swiglu": model.activation == "swiglu" or None,
         "--quick-geglu": model.activation == "geglu" or None,
+        "--squared-relu": model.activation == "relu2" or None,
         "--untie-embeddings-and-output-weights": not model.tied_embeddings or None,
         "--qk-layernorm": model.qk_norm or model.mla is not None or None,  # there also the norms of latent features
         "--mtp-num-layers": model.mtp_layers or None,
@@ -215,8 +216,7 @@ def interpret(reading: Reading, fields: dict[str, Any]) -> None:
              "heads": _needed(reading, "--num-attention-heads")}  # fmt: skip
     swiglu, quick = reading.flag("--swiglu"), reading.flag("--quick-geglu")
     if reading.flag("--squared-relu"):
-        reading.notes.append("--squared-relu is priced as relu")
-        shape["activation"] = "relu"
+        shape["activation"] = "relu2"
     else:
         shape["activation"] = "swiglu" if swiglu else "geglu" if quick else "gelu"
     four = shape["hidden"] * 4

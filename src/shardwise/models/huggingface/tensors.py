@@ -37,7 +37,7 @@ class TensorPlace:
     start: int = 0  # where our outputs begin in fused ones (of each head, with `every`)
     whole: int | None = None  # number of fused outputs; None if ours are not fused with others
     head: int = 0  # rows of a head
-    rotated: int = 0  # number of its last rows that are stored with pairs interleaved
+    rotated: range = range(0)  # those of them that are stored with pairs interleaved
     every: int = 0  # number of fused outputs per head
     joined: bool = False
     """All experts are one stored tensor [experts, outputs, inputs], of whose outputs ours may be a part."""
@@ -118,8 +118,9 @@ class TensorPlace:
         rows = torch.arange(self.shape[0]).view(-1, self.head)
         if self.every:
             return (torch.arange(rows.shape[0])[:, None] * self.every + self.start + rows[:1]).flatten()
-        turned = rows[:, -self.rotated :]
-        return torch.cat((rows[:, : -self.rotated], turned[:, 0::2], turned[:, 1::2]), dim=1).flatten()
+        turned = rows[:, self.rotated]
+        pairs = turned[:, 0::2], turned[:, 1::2]
+        return torch.cat((rows[:, : self.rotated.start], *pairs, rows[:, self.rotated.stop :]), dim=1).flatten()
 
 
 def places_of(model: Model, layout: TensorNames, *, interleaved: bool = True) -> dict[str, TensorPlace]:
@@ -152,7 +153,7 @@ def _place(
         return TensorPlace(name, shape, (before + layout.inside[inner],))
     module, _, kind = inner.rpartition(".")
     start, whole, every = _part(name, module, layout, outputs, model)
-    head, rotated = _rotated(module, model) if interleaved and module in layout.interleaved else (0, 0)
+    head, rotated = _rotated(module, model) if interleaved and module in layout.interleaved else (0, range(0))
     names = (f"{before}{_theirs(module, layout.inside, name)}.{kind}",)
     transposed, head = module in layout.transposed and len(shape) == 2, model.head_size if every else head
     return TensorPlace(name, shape, names, False, transposed, start, whole, head, rotated, every)
@@ -186,10 +187,12 @@ def _part(
     return 0, None, 0
 
 
-def _rotated(module: str, model: Model) -> tuple[int, int]:
-    assert model.mla
+def _rotated(module: str, model: Model) -> tuple[int, range]:
+    """The rows of a head, or of the latent vector, and those of them that are rotated."""
+    if model.mla is None:
+        return model.head_size, range(model.rotated_features)
     before = model.mla.kv_rank if module == "attention.key_value_down" else model.mla.nope_dim
-    return before + model.mla.rope_dim, model.mla.rope_dim
+    return before + model.mla.rope_dim, range(before, before + model.mla.rope_dim)
 
 
 _OTHER_CONFIG = "use the config.json that belongs to these weights"
