@@ -217,9 +217,10 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     family = draw(st.sampled_from(sorted(FAMILIES)))
     config: dict[str, Any] = {"model_type": family, "num_experts_per_tok": 1}
     for key in FAMILIES[family].keys.values():
+        needed = key.default is None and not key.nullable
         if isinstance(key.default, bool):
-            config[key.name] = draw(st.booleans())
-        elif isinstance(key.default, int) and key.name not in (
+            config[key.name] = draw(st.booleans()) and key.name not in FAMILIES[family].requires
+        elif (needed or isinstance(key.default, int)) and key.name not in (
             "num_experts_per_tok",
             "first_k_dense_replace",
         ):
