@@ -3,8 +3,8 @@
 python bench/fine_tuning.py TABLE            # by source, and all sources counted equally
 python bench/fine_tuning.py TABLE LitGPT     # row by row, of sources whose name contains this
 
-TABLE has the columns of `shardwise.accuracy.fine_tuning_runs.COLUMNS`. No constant is fitted on any of its rows; some
-settings in the recipes of fms-acceleration, torchtune and Liger were chosen after their errors had been seen.
+TABLE has the columns of `shardwise.accuracy.fine_tuning_runs.COLUMNS`. No constant is fitted on any of its rows; which
+settings of a source's software were chosen after its errors had been seen is in docs/fine-tuning.md.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from pathlib import Path
 from shardwise.accuracy.fine_tuning_runs import ran_out
 from shardwise.accuracy.runs import PublishedRun
 from shardwise.accuracy.scores import NotScored, Score, published_runs, score
-from shardwise.cost.memory.room import fit_of
+from shardwise.cost.memory.device import device_memories
+from shardwise.cost.memory.room import fit_of, room_of, tightest
+from shardwise.spec.job import Job
 
 KINDS = ("time", "allocated", "reserved", "process")  # what a figure is of
 
@@ -82,17 +84,28 @@ def _mean(sources: Iterable[dict[str, Errors]], kind: str) -> Errors:
     return Errors(sum(one.rows for one in own), *figures)
 
 
-def room(scored: Iterable[Scored]) -> str:
-    """How many runs out of memory are told so, and how many runs that ran are told otherwise.
+def told(job: Job) -> str:
+    """What `analyze` says of a job's memory before it runs: `refused`, `warned`, `tight` or `fits`.
 
-    Tight are those that `plan` does not fill a device with: predicted to be within the error bar of its size.
+    Warned are jobs for which a device is predicted to need more than it has, within the error bar: "tight: a device
+    needs 85.6 GiB of 79.1 GiB". `plan` chooses neither these nor those that are tight with less.
     """
-    told = Counter((ran_out(one.run), one.fit) for one in scored if ran_out(one.run) is not None)
-    out, ran = (sum(count for (was, _), count in told.items() if was is one) for one in (True, False))
-    return (
-        f"out of memory: {out} runs, told so {told[True, 'does not fit']}, tight {told[True, 'tight']}; "
-        f"ran: {ran}, told not to fit {told[False, 'does not fit']}, tight {told[False, 'tight']}"
-    )
+    fit = fit_of(job)
+    if fit == "tight":
+        fullest, memory = tightest(job, device_memories(job))
+        return "warned" if memory.total > room_of(fullest).usable_bytes else "tight"
+    return "refused" if fit == "does not fit" else "fits"
+
+
+def room(scored: Iterable[Scored]) -> list[str]:
+    """What runs out of memory were told, and what runs that ran."""
+    found = Counter((ran_out(one.run), told(one.run.job)) for one in scored)
+    words = ("refused", "warned", "tight", "fits")
+    return [
+        f"{name}: {sum(found[was, word] for word in words)} runs, "
+        + ", ".join(f"{word} {found[was, word]}" for word in words)
+        for was, name in ((True, "out of memory"), (False, "ran"))
+    ]
 
 
 def reasons(refused: Iterable[NotScored]) -> str:
@@ -117,7 +130,7 @@ def main() -> int:
     print("rows: mean, median, bias of " + ", ".join(KINDS))
     for source, each in by_source(scored).items():
         print(f"{source:24}" + "  ".join(f"{each[kind]!s:>26}" if kind in each else " " * 26 for kind in KINDS))
-    print(room(scored))
+    print(*room(scored), sep="\n")
     return 0
 
 

@@ -126,7 +126,7 @@ def test_the_command_counts_rows_reasons_and_rooms(
     assert command.main() == 0
     printed = capsys.readouterr().out
     assert "2 rows priced, 1 not: gpu 1" in printed
-    assert "out of memory: 1 runs, told so 1" in printed
+    assert "out of memory: 1 runs, refused 1, warned 0, tight 0, fits 0" in printed
     monkeypatch.setattr(sys, "argv", ["fine_tuning.py", str(table) + ".none"])
     assert command.main() == 0
     assert capsys.readouterr().out.startswith("no table of fine-tuning runs at")
