@@ -139,6 +139,7 @@ USING: dict[str, Fields] = {
     "latent-qk-norm": {"model": {**LATENT, "qk_norm": True}},
     "latent-qkv-bias": {"model": {**LATENT, "qkv_bias": True}},
     "scaled-biased-head": {"model": {"lm_head_bias": True, "numerics": {"logit_scale": 0.5}}},
+    "counted": {"model": {"counted": {"code": "a network"}}},
     "odd-rotation": {"model": {"head_dim": 63}},
     "sliding-window": {"model": {"sliding_window": 512}},
     "capped-scores": {"model": {"numerics": {"attention_softcap": 50.0}}},

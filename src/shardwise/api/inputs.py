@@ -11,7 +11,7 @@ from shardwise.api.bare import bare_cluster, bare_model, check_bare_numbers
 from shardwise.api.given import JobArguments
 from shardwise.api.quantities import whole_number
 from shardwise.collectives.cost import check_algorithm
-from shardwise.interop.jobs import model_from, model_notes, read_job_fields
+from shardwise.interop.jobs import model_notes, priced_model_from, read_job_fields
 from shardwise.interop.kinds import other_framework
 from shardwise.planner.automatic import decided
 from shardwise.spec import presets
@@ -197,7 +197,8 @@ def _job_fields(arguments: JobArguments, *, runs_here: bool = False) -> tuple[di
         # A bare topology implies its textbook algorithm.
         set_field(fields, "strategy.collective", "textbook")
     _take_stack_defaults(fields, whole_overlap=whole_overlap)
-    return fields, framework, [*notes, *model_notes(model)]
+    counted = fields["model"].counted
+    return fields, framework, [*notes, *model_notes(model), *(counted.notes if counted else ())]
 
 
 def _looked_up(
@@ -257,7 +258,7 @@ def _model(numbers: BareNumbers, fields: Mapping[str, Any]) -> Model:
         return bare_model(numbers, strategy.get("tp", 1) if isinstance(strategy, Mapping) else 1)
     if fields.get("model") is None:
         raise SpecError("model", "is missing", "name one: ⟨model=llama3-8b⟩ (`shardwise list models`), or ⟨params=...⟩")
-    return model_from(fields["model"])
+    return priced_model_from(fields["model"])
 
 
 def _cluster(numbers: BareNumbers, fields: Mapping[str, Any]) -> Cluster:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.interop.families import ALIASES, FAMILIES, family_of
-from shardwise.interop.keys import Config, Family, unflatten
+from shardwise.interop.keys import Config, Family, NotDescribed, unflatten
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.files import parse_json, read_text
 from shardwise.spec.layers import LayerRecord
@@ -28,20 +28,18 @@ def model_from_hf_config(config: Config | Path | str, name: str | None = None) -
     a malformed config, an unknown family, or what a `Model` cannot express.
     """
     if isinstance(config, (str, Path)):
-        path = Path(config)
-        config = read_config(path)
-        if name is None and isinstance(config, Mapping):
-            name = _name_in(config) or _name_of((path if path.is_dir() else path.parent).resolve())
+        path, config = Path(config), read_config(Path(config))
+        name = name or name_in(config, path)
     if not isinstance(config, Mapping):
         raise SpecError("config", f"{shown(config)} should be a mapping of keys", "give the content of config.json")
     model_type = config.get("model_type")
     if _is_outer(config):
         try:
-            return model_from_hf_config(config["text_config"], name or _name_in(config))
+            return model_from_hf_config(config["text_config"], name or name_in(config))
         except SpecError as error:
             raise error.under("text_config") from None
     family = _family(model_type)
-    return replace(_read(family, config), name=name or _name_in(config) or family.model_type)
+    return replace(_read(family, config), name=name or name_in(config) or family.model_type)
 
 
 def _is_outer(config: Config) -> bool:
@@ -106,9 +104,12 @@ def read_config(path: Path) -> Any:
     return parse_json(read_text(path, "config"), f"config {path}")
 
 
-def _name_in(config: Config) -> str:
-    path = config.get("_name_or_path")
-    return path.rstrip("/").rsplit("/", 1)[-1] if isinstance(path, str) else ""
+def name_in(config: Any, path: Path | None = None) -> str:
+    """The name of a model: what its config says, or that of the folder that the config at ``path`` lies in."""
+    origin = config.get("_name_or_path") if isinstance(config, Mapping) else None
+    said = origin.rstrip("/").rsplit("/", 1)[-1] if isinstance(origin, str) else ""
+    folder = path if path is None or path.is_dir() else path.parent
+    return said or (_name_of(folder.resolve()) if folder else "")
 
 
 def _name_of(folder: Path) -> str:
@@ -128,7 +129,7 @@ def _family(model_type: Any) -> Family:
     if not isinstance(model_type, str):
         raise SpecError("model_type", f"{shown(model_type)} should be text", supported)
     near = nearest_name(model_type, known)
-    raise SpecError("model_type", f"{shown(model_type)} is not supported", f"{near} {supported}".strip())
+    raise NotDescribed("model_type", f"{shown(model_type)} is not supported", f"{near} {supported}".strip())
 
 
 def _read(family: Family, config: Config) -> Model:
@@ -138,7 +139,7 @@ def _read(family: Family, config: Config) -> Model:
         understood = understood(filled) if callable(understood) else understood
         if filled.get(name) not in (None, understood):
             problem = f"{shown(filled[name])} is not supported for {family.model_type}"
-            raise SpecError(name, problem, f"only {shown(understood)} is")
+            raise NotDescribed(name, problem, f"only {shown(understood)} is")
     fields = {field: key.read(values[key.name], filled) for field, key in family.keys.items()}
     source = f"Hugging Face config.json, model_type {family.model_type}"
     try:

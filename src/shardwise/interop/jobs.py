@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +46,26 @@ def model_from(named: Any) -> Model:
 
     A folder with the name of a preset is written with a slash: ``./tiny``.
     """
+    from shardwise.interop.huggingface import model_from_hf_config
+
+    return _model_from(named, model_from_hf_config)
+
+
+def priced_model_from(named: Any) -> Model:
+    """The same for who only prices it: what no table describes is counted of its code."""
+    from shardwise.interop.counted import described_or_counted
+
+    return _model_from(named, described_or_counted)
+
+
+def _model_from(named: Any, of_config: Callable[[Path], Model]) -> Model:
     try:
         named = located(named)
         if isinstance(named, str) and is_folder(named) and not (Path(named) / "config.json").is_file():
             problem = f"{shown(named)} is a folder without a config.json"
             raise SpecError("", problem, "name a Hugging Face folder, a preset or a file")
         if _is_config(named):
-            from shardwise.interop.huggingface import model_from_hf_config
-
-            return model_from_hf_config(Path(named))
+            return of_config(Path(named))
         return presets.resolve("model", Model, named)
     except SpecError as error:
         raise error.under("model") from None

@@ -20,6 +20,10 @@ MAPPING = (dict,)
 _NOUNS: dict[tuple[type, ...], str] = {NUMBER: "a number", TEXT: "text", LIST: "a list", MAPPING: "a mapping"}
 
 
+class NotDescribed(SpecError):
+    """What a config says cannot be expressed as a `Model`, or is of a family that has no table."""
+
+
 @dataclass(frozen=True)
 class Key:
     """One key of a config: its name (and older names), the library's default, and the types of its value.
@@ -101,7 +105,7 @@ def activation(names: str, default: str, meanings: Mapping[str, str]) -> dict[st
     def read(value: Any, config: Config) -> str:
         if value in meanings:
             return meanings[value]
-        raise SpecError(names.split("|")[0], f"{shown(value)} is not known", "use one of " + ", ".join(meanings))
+        raise NotDescribed(names.split("|")[0], f"{shown(value)} is not known", "use one of " + ", ".join(meanings))
 
     def write(_: Any, model: Model) -> str:
         gelu = model.activation in ("gelu", "geglu")

@@ -44,12 +44,13 @@ def layer_parameters(
     attention = _held(model.attention_matrices, tensor_parallel) + _attention_norms(model, tensor_parallel)
     attention += model.heads / tensor_parallel if model.attention_sinks else 0
     norms = model.norms_per_layer * _norm_parameters(model)
+    others = model.counted.layer_parameters / model.layers / tensor_parallel if model.counted else 0
     if not moe or model.moe is None:
-        return LayerParameters(attention, _held(model.mlp_matrices(model.ffn), tensor_parallel), norms, 0, 0)
+        return LayerParameters(attention, _held(model.mlp_matrices(model.ffn), tensor_parallel) + others, norms, 0, 0)
     routed = _held(model.mlp_matrices(model.moe.ffn), expert_tensor_parallel)
     shared = _held(model.mlp_matrices(model.moe.shared_ffn), tensor_parallel) if model.moe.shared_ffn else 0
     router = _held(model.router_matrices, 1) + (model.moe.experts if model.moe.router_bias else 0)
-    return LayerParameters(attention, shared, norms, router, routed * model.moe.experts / expert_parallel)
+    return LayerParameters(attention, shared + others, norms, router, routed * model.moe.experts / expert_parallel)
 
 
 def embedding_parameters(model: Model, tensor_parallel: int = 1) -> float:
@@ -57,6 +58,8 @@ def embedding_parameters(model: Model, tensor_parallel: int = 1) -> float:
     tokens = model.vocab * model.hidden / tensor_parallel
     positions = model.max_seq * model.hidden if model.positions == "learned" else 0
     extra = model.token_types * model.hidden + (_norm_parameters(model) if model.embedding_norm else 0)
+    if model.counted:  # tables of embeddings, if they are large
+        tokens += model.counted.end_parameters / tensor_parallel
     return tokens + positions + extra
 
 

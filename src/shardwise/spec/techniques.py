@@ -122,6 +122,7 @@ OF_MODEL: dict[str, OfModel] = {
     "mtp": lambda m: m.mtp_layers > 0,
     "other-norms": lambda m: m.norms_per_layer not in ((1, 2) if m.parallel_block else (2, 4)),
     "wide-layer-norm": lambda m: m.qk_norm_whole and m.norm == "layernorm",
+    "counted": lambda m: m.counted is not None,
     "longrope": lambda m: m.numerics.rope_scaling is not None and m.numerics.rope_scaling.kind == "longrope",
     "other-factors": _other_factors,
     "bert-parts": lambda m: m.embedding_norm or m.token_types > 0 or m.pooler or m.mlm_head,

@@ -17,9 +17,10 @@ from urllib.parse import quote, urlencode
 
 from shardwise.api.given import JobArguments, job_arguments
 from shardwise.api.inputs import decided_job, job_from
+from shardwise.interop.counted import described_or_counted
 from shardwise.interop.frameworks import READERS, Configuration
 from shardwise.interop.hub_cache import download
-from shardwise.interop.huggingface import left_out, model_from_hf_config
+from shardwise.interop.huggingface import left_out
 from shardwise.interop.jobs import job_fields_in, located
 from shardwise.interop.kinds import kind_of
 from shardwise.interop.recognise import CONFIG, JOB, is_hf_config
@@ -53,7 +54,7 @@ def arguments_from(given: Mapping[str, Any]) -> JobArguments:
     keywords = dict(given)
     if is_hf_config(model := given.get("model")):
         try:
-            keywords["model"] = model_from_hf_config(model)
+            keywords["model"] = described_or_counted(model)
         except SpecError as error:
             raise error.under("model") from None
     return job_arguments(None, keywords)
@@ -217,7 +218,7 @@ def _of_config(text: str, name: str, beside: Mapping[str, Any]) -> _Made:
     """The page's job with the file's model; the controls show whether they suit each other."""
     config = parse_json(text, name, finite=True)
     try:
-        model_from_hf_config(config)
+        described_or_counted(config)
     except SpecError as error:
         raise error.under(name) from None
     return _Made({**beside, "model": config})

@@ -105,6 +105,8 @@ def layer_forward_flops(model: Model, seq: int, *, moe: bool, halve_causal: bool
             matrices += _matmul_flops(model.mlp_matrices(model.moe.shared_ffn))
     else:
         matrices += _matmul_flops(model.mlp_matrices(model.ffn))
+    if model.counted:
+        matrices += model.counted.layer_flops
     attended = attended_tokens(model, seq, halve_causal=halve_causal)
     # Scores: 2·d_qk per key and head; weighted values: 2·d_v per key and head.
     attention = 2 * model.heads * (model.query_key_dim + model.value_dim) * attended
