@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from shardwise.api.quantities import exclusive, whole_number
 from shardwise.spec.bare import TOPOLOGIES, BareNumbers, Size, StandIn
+from shardwise.spec.bare_model import VOCAB, assumed_notes, bare_decoder, usual_heads, width_for
 from shardwise.spec.clusters import parse_shape, squarest
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.hardware import Cluster
@@ -15,7 +16,6 @@ from shardwise.spec.model import Model
 from shardwise.spec.network import NetworkLevel
 from shardwise.spec.units import parse
 
-DEFAULT_VOCAB = 32_000
 DEFAULT_DEVICE = "h100-sxm"
 DEFAULT_LATENCY = "5us"
 
@@ -28,7 +28,7 @@ def check_bare_numbers(numbers: BareNumbers, overrides: Mapping[str, Any]) -> No
             raise exclusive(f"⟨{kind}⟩", overrides[kind], ", ".join(f"⟨{name}⟩" for name in given))
     needs: dict[str, str] = {}
     if not numbers.given("model"):
-        needs |= dict.fromkeys(("kv_heads", "ffn", "vocab"), "⟨layers⟩, ⟨hidden⟩ and ⟨heads⟩")
+        needs |= dict.fromkeys(("kv_heads", "ffn", "vocab"), "⟨layers⟩ and ⟨hidden⟩")
     if not numbers.given("cluster"):
         needs |= dict.fromkeys(("shape", "bandwidth", "latency", "device"), "⟨topology⟩")
     for name, needed in needs.items():
@@ -43,15 +43,16 @@ def _whole(numbers: BareNumbers, name: str, default: int | None = None) -> int:
     if value is not None:
         return whole_number(value, setting, most=10**12)
     if default is None:
-        raise SpecError(setting, "is missing", "bare numbers need ⟨layers⟩, ⟨hidden⟩ and ⟨heads⟩")
+        raise SpecError(setting, "is missing", "bare numbers need ⟨layers⟩ and ⟨hidden⟩")
     return default
 
 
 def bare_model(numbers: BareNumbers, tensor_parallel: object = 1) -> Model:
     """A plain decoder with the given numbers; ``--params`` determines the MLP width."""
-    layers, hidden, heads = (_whole(numbers, name) for name in ("layers", "hidden", "heads"))
+    layers, hidden = (_whole(numbers, name) for name in ("layers", "hidden"))
+    heads = _whole(numbers, "heads", usual_heads(hidden))
     kv_heads = _whole(numbers, "kv_heads", heads)
-    vocab = _whole(numbers, "vocab", DEFAULT_VOCAB)
+    vocab = _whole(numbers, "vocab", VOCAB)
     if heads > hidden or hidden % heads:
         raise SpecError("⟨heads⟩", f"{heads} does not divide ⟨hidden={hidden}⟩", "use a divisor")
     if numbers.params is not None and numbers.ffn is not None:
@@ -59,32 +60,21 @@ def bare_model(numbers: BareNumbers, tensor_parallel: object = 1) -> Model:
     if numbers.params is None:
         ffn = _whole(numbers, "ffn", 4 * hidden)
     else:
-        ffn = _width_for(_whole(numbers, "params"), layers, hidden, heads, kv_heads, vocab, tensor_parallel)
-    return Model(
-        name="bare numbers",
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        ffn=ffn,
-        vocab=vocab,
-        norm="rmsnorm",
-        activation="gelu",
-    )
+        outline = bare_decoder(layers, hidden, heads, kv_heads, 1, vocab)
+        ffn = width_for(_whole(numbers, "params"), outline, _degree(tensor_parallel), "⟨params⟩")
+    return bare_decoder(layers, hidden, heads, kv_heads, ffn, vocab)
 
 
-def _width_for(
-    parameters: int, layers: int, hidden: int, heads: int, kv_heads: int, vocab: int, tensor_parallel: object
-) -> int:
-    """The MLP width (of two matrices), a multiple of tp, with which the model has ``parameters``."""
-    attention = 2 * hidden * hidden + 2 * hidden * (hidden // heads) * kv_heads
-    left = (parameters - 2 * vocab * hidden - hidden) / layers - attention - 2 * hidden
-    multiple = int(str(tensor_parallel)) if str(tensor_parallel).isdigit() and int(str(tensor_parallel)) > 0 else 1
-    width = round(left / (2 * hidden) / multiple) * multiple
-    if width < 1:
-        least = layers * (attention + 2 * hidden) + 2 * vocab * hidden + hidden
-        raise SpecError("⟨params⟩", f"{parameters:,} is too few for these layers", f"they need more than {least:,}")
-    return width
+def bare_model_notes(numbers: BareNumbers, model: Model) -> list[str]:
+    """What the numbers of a model leave out."""
+    if not numbers.given("model"):
+        return []
+    return assumed_notes(model, heads=numbers.heads, vocab=numbers.vocab, ffn=numbers.ffn)
+
+
+def _degree(tensor_parallel: object) -> int:
+    text = str(tensor_parallel)
+    return max(1, int(text)) if text.isdigit() else 1
 
 
 def bare_cluster(numbers: BareNumbers) -> Cluster:

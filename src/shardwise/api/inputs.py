@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shardwise.api.bare import bare_cluster, bare_model, check_bare_numbers
+from shardwise.api.bare import bare_cluster, bare_model, bare_model_notes, check_bare_numbers
 from shardwise.api.given import JobArguments
 from shardwise.api.quantities import whole_number
 from shardwise.collectives.cost import check_algorithm
@@ -197,6 +197,7 @@ def _job_fields(arguments: JobArguments, *, runs_here: bool = False) -> tuple[di
         # A bare topology implies its textbook algorithm.
         set_field(fields, "strategy.collective", "textbook")
     _take_stack_defaults(fields, whole_overlap=whole_overlap)
+    notes += bare_model_notes(numbers, fields["model"])
     counted = fields["model"].counted
     return fields, framework, [*notes, *model_notes(model), *(counted.notes if counted else ())]
 

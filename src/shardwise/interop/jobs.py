@@ -9,6 +9,7 @@ from typing import Any
 
 from shardwise.interop.hub_cache import cached_model, not_there
 from shardwise.spec import presets
+from shardwise.spec.bare_model import BareModel, model_of
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.files import parse_yaml, read_yaml
 from shardwise.spec.hub import is_hub_id
@@ -66,7 +67,7 @@ def _model_from(named: Any, of_config: Callable[[Path], Model]) -> Model:
             raise SpecError("", problem, "name a Hugging Face folder, a preset or a file")
         if _is_config(named):
             return of_config(Path(named))
-        return presets.resolve("model", Model, named)
+        return model_of(named)
     except SpecError as error:
         raise error.under("model") from None
 
@@ -87,7 +88,9 @@ def located(named: Any) -> Any:
 
 
 def model_notes(named: Any) -> list[str]:
-    """What a name that was read as a model stands for, and what is not read of a Hugging Face config.json."""
+    """What a model that was read stands for: a name, a few numbers, or a part of a Hugging Face config.json."""
+    if isinstance(named, Mapping) and "params" in named:
+        return BareModel.from_dict(named).notes
     if not isinstance(named, str):
         return []
     found = located(named)

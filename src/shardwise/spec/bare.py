@@ -36,13 +36,13 @@ class BareNumbers:
     hidden: int | str | None = setting(None, flag="--hidden")
     """Features of the hidden states."""
     heads: int | str | None = setting(None, flag="--heads")
-    """Query heads."""
+    """Query heads; by default of 128 features, or of fewer that divide `hidden`."""
     kv_heads: int | str | None = setting(None, flag="--kv-heads")
     """Key-value heads; by default as many as query heads."""
     ffn: int | str | None = setting(None, flag="--ffn")
     """Inner features of the MLP; by default 4 times `hidden`, or what gives the model `params`."""
     vocab: int | str | None = setting(None, flag="--vocab")
-    """Tokens of the vocabulary."""
+    """Tokens of the vocabulary; by default 32,000."""
     topology: TopologyWord | None = setting(None, flag="--topology")
     """Network that joins the devices."""
     shape: str | None = setting(None, flag="--shape")

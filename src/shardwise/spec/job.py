@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 from typing import Any, Literal, Self
 
 from shardwise.spec import presets, rules
+from shardwise.spec.bare_model import BareModel, model_of
 from shardwise.spec.clusters import MixedCluster, cluster_short, job_cluster_from, mixed_kinds
 from shardwise.spec.codec import Spec, reference
 from shardwise.spec.files import dump_yaml, parse_yaml
@@ -29,7 +30,9 @@ def names_precision(job: object) -> bool:
 class Job(Spec):
     """Everything `analyze`, `plan` and `train` need; a job file holds exactly this."""
 
-    model: Model = presets.preset_field("model", Model, flag="--model")
+    model: Model = reference(
+        model_of, presets.shorten, choices=partial(presets.every_name, "model"), also=(BareModel,), flag="--model"
+    )
     """A preset or a Hugging Face id, a model file, or a Hugging Face folder or its config.json."""
     cluster: Cluster = reference(
         job_cluster_from,
