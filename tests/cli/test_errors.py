@@ -109,7 +109,7 @@ NUMBERS = f"{BARE} --topology"
         (f"{BARE} --cluster dgx-h100:8 --params 1e6", ["--params: 1,000,000 is too few", "they need more than"]),
         (f"{BARE} --cluster dgx-h100:8 --params 7B --ffn 8", ["--ffn: '8' and --params are mutually exclusive"]),
         ("analyze --params 7e9 --cluster dgx-h100", ["--layers: is missing"]),
-        (f"{JOB} --ffn 11008", ["--ffn: '11008' is not used without --layers, --hidden and --heads"]),
+        (f"{JOB} --ffn 11008", ["--ffn: '11008' is not used without --layers and --hidden"]),
         (f"{JOB} --device a100-80gb", ["--device: 'a100-80gb' is not used without --topology"]),
         (f"{JOB} --bandwidth 5GB/s", ["--bandwidth: '5GB/s' is not used without --topology"]),
     ],

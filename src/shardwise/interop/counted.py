@@ -3,11 +3,12 @@
 The fitted decoder has the layers, the hidden and vocabulary sizes, the attention and the experts of the network, on
 average over its layers where they differ, and MLPs as wide as all other matrices. What that leaves of the parameters,
 less than 64 features of an MLP in each layer, and what the forward pass computes beyond its matrices, is stated in
-`Counted`: so parameters are exact, and FLOPs those of the traced forward pass.
+`CodeCounts`: so parameters are exact, and FLOPs those of the traced forward pass.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from typing import Any
 
 from shardwise.interop.huggingface import model_from_hf_config, name_in, read_config
 from shardwise.interop.keys import NotDescribed
-from shardwise.spec.counted import Counted
+from shardwise.spec.counted import CodeCounts
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.files import parse_json
 from shardwise.spec.installation import is_installed
@@ -57,19 +58,35 @@ def described_or_counted(config: Mapping[str, Any] | Path) -> Model:
     """The model that a ``config.json`` describes, or else the one that is counted of its code."""
     try:
         return model_from_hf_config(config)
-    except NotDescribed:
+    except NotDescribed as error:
         path, content = (config, read_config(config)) if isinstance(config, Path) else (None, config)
-        return _counted(content, name_in(content, path))
+        return _counted(content, name_in(content, path), error)
 
 
-def _counted(config: Mapping[str, Any], name: str) -> Model:
+def _counted(config: Mapping[str, Any], name: str, error: NotDescribed) -> Model:
     model_type = config.get("model_type")
     _check_sizes(config)
     for package in ("torch", "transformers"):
         if not is_installed(package):
             problem = f"{shown(model_type)} has no description here, and {package}, which could count it, is missing"
             raise SpecError("model_type", problem, f"pip install torch transformers, or {_BARE}")
+    if not any(map(_is_in_transformers, (model_type, _inner(config).get("model_type")))):
+        own = " and its own code (auto_map) is not run" if "auto_map" in config else ", nor known to transformers"
+        raise SpecError(error.field, error.problem + own, f"{error.remedy}; or {_BARE}")
     return replace(_fitted(json.dumps(config, sort_keys=True, default=str)), name=name or str(model_type))
+
+
+def _inner(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = config.get("text_config")
+    return inner if isinstance(inner, Mapping) else {}
+
+
+def _is_in_transformers(model_type: Any) -> bool:
+    """Whether the installed code names a type; read and not imported, which takes seconds."""
+    found = importlib.util.find_spec("transformers")
+    folders = (found.submodule_search_locations if found else None) or ()
+    files = [file for folder in folders for file in Path(folder).glob("models/auto/*.py")]
+    return any(f'"{model_type}"' in file.read_text("utf-8") for file in files)
 
 
 def _check_sizes(config: Mapping[str, Any]) -> None:
@@ -103,7 +120,7 @@ def _fitted(config: str) -> Model:
 
 def _answer(config: str) -> dict[str, Any]:
     command = [sys.executable, "-P", "-m", "shardwise.models.huggingface.counting"]
-    model_type = shown(json.loads(config).get("model_type"))
+    model_type = shown(parse_json(config, "config").get("model_type"))
     try:
         done = subprocess.run(command, input=config.encode(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                               timeout=SECONDS)  # fmt: skip
@@ -136,7 +153,7 @@ class LayerCounts:
 
 
 @dataclass(frozen=True)
-class Attention:
+class NotedAttention:
     """One call of attention; ``window`` 0: a query sees all keys."""
 
     heads: int
@@ -156,7 +173,7 @@ class Counts:
     shape: Mapping[str, Any]
     flops: float | None  # of matmuls, but for experts; None where the code could not be traced
     flops_of_a_key: float
-    attention: tuple[Attention, ...]
+    attention: tuple[NotedAttention, ...]
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> Counts:
@@ -167,7 +184,7 @@ class Counts:
             answer,
             answer.get("flops"),
             answer.get("flops_of_a_key", 0.0),
-            tuple(Attention(*call) for call in answer.get("attention", ())),
+            tuple(NotedAttention(*call) for call in answer.get("attention", ())),
         )
 
     @property
@@ -200,7 +217,7 @@ def fitted(counts: Counts) -> Model:
     assumed = tuple(_assumed(model, counts, beyond))
     return replace(
         model,
-        counted=Counted(
+        counted=CodeCounts(
             code=counts.code,
             assumed=assumed,
             layer_parameters=left,

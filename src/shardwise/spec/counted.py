@@ -8,7 +8,7 @@ from shardwise.spec.codec import Spec, count, setting
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counted(Spec):
+class CodeCounts(Spec):
     """Counted of a model's code, beside what its other fields say; such a model is priced, and not run."""
 
     code: str

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Literal
 
 from shardwise.spec.codec import Spec, count, setting
-from shardwise.spec.counted import Counted
+from shardwise.spec.counted import CodeCounts
 from shardwise.spec.errors import SpecError
 from shardwise.spec.layers import (
     LONGEST,
@@ -320,7 +320,7 @@ class Model(Spec):
     """Experts, in place of some or all dense MLPs."""
     numerics: Numerics = Numerics()
     """What only computing needs."""
-    counted: Counted | None = None
+    counted: CodeCounts | None = None
     """What its code has beyond these fields, where it is priced from that."""
     published_parameters: str | int | None = None
     """Parameters that the source prints: a whole number is exact, text such as "174.6B" right to its digits."""

@@ -27,6 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from shardwise.spec.files import parse_json
+
 MEMORY_BYTES = 6 * 2**30  # beyond what the process has once its libraries are there
 TRACE_SECONDS, MOST_SECONDS = 40, 120  # of processor time
 LENGTHS = (256, 512, 768)  # evenly apart, and multiples of the chunks in which states are passed on
@@ -46,7 +48,10 @@ class NotCounted(Exception):
 def main() -> None:
     """Reads a configuration from standard input and writes what was counted, or a problem."""
     try:
-        answer = counts(json.loads(sys.stdin.read()))
+        import transformers  # noqa: F401 (its memory is not the network's)
+
+        _bound_this_process()
+        answer = counts(parse_json(sys.stdin.read(), "config"))
     except NotCounted as error:
         answer = {"problem": str(error)}
     except MemoryError:
@@ -65,7 +70,6 @@ def counts(config: Mapping[str, Any]) -> dict[str, Any]:
     """What the network of a configuration has and computes."""
     import transformers
 
-    _bound_this_process()
     described = _described(config)
     network = _network(described)
     counted = _parameters(network)
@@ -119,16 +123,18 @@ def _network(described: Any) -> Any:
     """The decoder with its head on the meta device, or without where transformers has it as a part of another."""
     from transformers import AutoModel, AutoModelForCausalLM
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
     ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _attend)
     inner = described.get_text_config(decoder=True)
-    for built_by in (AutoModelForCausalLM, AutoModel):
-        whole = built_by is AutoModelForCausalLM and _has_decoder_of_its_own(described)
-        if type(inner) in built_by._model_mapping or whole:
-            build = partial(built_by.from_config, described if whole else inner, experts_implementation="batched_mm")
-            break
+    whole = _has_decoder_of_its_own(described)
+    if type(inner) in MODEL_FOR_CAUSAL_LM_MAPPING or whole:
+        built_by: Any = AutoModelForCausalLM
+    elif type(inner) in MODEL_MAPPING:
+        built_by = AutoModel
     else:
         raise NotCounted("transformers has no decoder of it")
+    build = partial(built_by.from_config, described if whole else inner, experts_implementation="batched_mm")
     with torch.device("meta"):
         try:
             network = build(attn_implementation=_ATTENTION)
@@ -139,9 +145,9 @@ def _network(described: Any) -> Any:
 
 def _has_decoder_of_its_own(described: Any) -> bool:
     """Whether a configuration of more than a decoder is what transformers builds the decoder alone of."""
-    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    network = AutoModelForCausalLM._model_mapping.get(type(described), None)
+    network = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(described), None)
     inner = described.sub_configs.get("text_config")
     return network is not None and inner is not None and network.config_class is inner
 
