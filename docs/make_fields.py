@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from shardwise import api
+from shardwise.spec.bare_model import BareModel
 from shardwise.spec.codec import Spec
 from shardwise.spec.fields import FieldRecord, fields_of, job_fields, keyword_paths, parts, walk
 from shardwise.spec.hardware import Cluster, Device, NodeHost
@@ -27,7 +28,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE, GIVEN = ROOT / "docs" / "job-file.md", ROOT / "src" / "shardwise" / "api" / "given.py"
 # Nouns that have a table: those whose fields flags and keywords may set, and those of presets and files.
 PARTS: dict[str, type[Spec]] = {"strategy": Strategy, "training": Training, "run": Run}
-NOUNS = {noun.__name__: noun for noun in (*PARTS.values(), Model, Cluster, NodeHost, NetworkLevel, Device, Link)}
+NOUNS = {
+    noun.__name__: noun for noun in (*PARTS.values(), Model, BareModel, Cluster, NodeHost, NetworkLevel, Device, Link)
+}
 _TABLE = re.compile(r"(<!-- fields of (\w+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 _KEYWORDS = re.compile(r"(?<=    # Made by docs/make_fields.py:\n).*?(?=\n\n)", re.DOTALL)
 

@@ -18,6 +18,7 @@ from shardwise.interop import counted
 from shardwise.interop.counted import Counts, described_or_counted, fitted
 from shardwise.models.huggingface import counting
 from shardwise.spec.bare_model import BareModel
+from shardwise.spec.counted import CodeCounts
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
@@ -160,7 +161,7 @@ def test_the_page_prices_a_pasted_config(in_this_process: None) -> None:
 def test_its_bar_is_that_of_a_stranger() -> None:
     known = Job.from_dict({"model": "llama3-8b", "cluster": "dgx-h100:8", "strategy": {"dp": 64, "zero": 3},
                            "training": {"global_batch": 64}})  # fmt: skip
-    unknown = replace(known, model=replace(known.model, counted=counted.CodeCounts(code="somebody's")))
+    unknown = replace(known, model=replace(known.model, counted=CodeCounts(code="somebody's")))
     narrow, wide = error_bar(known), error_bar(unknown)
     assert wide.time_high - wide.time_low > narrow.time_high - narrow.time_low
     assert "framework not seen" in wide.time_of
