@@ -14,8 +14,10 @@ import torch
 
 from cli.running import error_line, run
 from shardwise.api import analyze
+from shardwise.cost.analysis import analyze as priced
 from shardwise.interop import counted
 from shardwise.interop.counted import Counts, described_or_counted, fitted
+from shardwise.interop.huggingface import model_from_hf_config
 from shardwise.models.huggingface import counting
 from shardwise.spec.bare_model import BareModel
 from shardwise.spec.counted import CodeCounts
@@ -101,6 +103,15 @@ def test_what_a_table_describes_too_is_found_in_the_code() -> None:
     for model in (qwen, gemma, latent):
         assert model.counted is not None and model.counted.layer_flops < 1e6
         assert model.counted.layer_parameters < 1e6 and abs(model.counted.end_parameters) < 1e6
+
+
+@table("family", ["llama", "gemma2", "olmo2", "qwen3_moe"])
+def test_the_price_is_that_of_the_description(family: str) -> None:
+    described, code = model_from_hf_config({"model_type": family}), fitted(counts_of(family))
+    job = {"cluster": "dgx-h100:8", "strategy": {"tp": 8, "dp": 8, "zero": 1}, "training": {"global_batch": 64}}
+    prices = [priced(Job.from_dict({**job, "model": model})) for model in (described, code)]
+    assert code.counted is not None and prices[1].predicted_seconds == pytest.approx(prices[0].predicted_seconds, 1e-3)
+    assert prices[1].memories[0].total == pytest.approx(prices[0].memories[0].total, 1e-3)
 
 
 def test_weights_that_are_used_again_are_computed_again() -> None:

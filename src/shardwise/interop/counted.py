@@ -287,12 +287,18 @@ def _weights_for_attention(model: Model, counts: Counts) -> int:
 
 
 def _with_norms(model: Model, counts: Counts) -> Model:
-    """As many norms as a layer's vectors suffice for, at most two, and one behind the layers if there is one."""
-    vectors = _mean(layer.vectors for layer in counts.layers)
+    """Its norms, as far as the layers' vectors suffice, and one behind the layers if these have some."""
+    vectors, hidden = _mean(layer.vectors for layer in counts.layers), model.hidden
     if model.mla:
         vectors -= (model.mla.q_rank or 0) + model.mla.kv_rank
-    norms = min(2, vectors // model.hidden)
-    with_bias = model.norm == "layernorm" and vectors >= 2 * norms * model.hidden
+    elif model.norm == "rmsnorm":
+        query, key, *_ = (matrix.outputs for matrix in model.attention_matrices)
+        for whole, each in ((False, 2 * model.head_size), (True, query + key)):
+            widest = query if whole else model.head_size
+            if counts.shape["normed_queries"] == widest and vectors >= each and not model.qk_norm:
+                model, vectors = replace(model, qk_norm=True, qk_norm_whole=whole), vectors - each
+    norms = min(counts.shape["norms"] or 2, 4, vectors // hidden)
+    with_bias = model.norm == "layernorm" and vectors >= 2 * norms * hidden
     return replace(model, norms_per_layer=norms or 2, norm_weight=norms > 0, norm_bias=with_bias, final_norm=norms > 0)
 
 

@@ -354,10 +354,15 @@ def _shape(described: Any, network: Any) -> dict[str, Any]:
     head = getattr(network.get_output_embeddings(), "weight", None)
     names = [type(module).__name__.lower() for module in network.modules()]
     inner = [name for name, _ in network.named_parameters()]
+    layers = _layers(network)
+    hidden = _whole(described, "hidden_size") or words.shape[1]
+    normed = [
+        one.numel() for name, one in network.named_parameters() if name.endswith(("q_norm.weight", "k_norm.weight"))
+    ]
     latent = {name: _whole(described, name) for name in (*_LATENT, "q_lora_rank")}
     return {
         "vocab": words.shape[0],
-        "hidden": _whole(described, "hidden_size") or words.shape[1],
+        "hidden": hidden,
         "tied": head is words if head is not None else bool(getattr(described, "tie_word_embeddings", False)),
         "without_head": head is None,
         "heads": _whole(described, "num_attention_heads"),
@@ -365,10 +370,19 @@ def _shape(described: Any, network: Any) -> dict[str, Any]:
         "top_k": next(filter(None, (_whole(described, name) for name in _TOP_K)), None),
         "max_seq": _whole(described, "max_position_embeddings"),
         "gated": any("gate_proj" in name or "gate_up" in name or "w3." in name for name in inner),
+        "norms": round(sum(_norms_of(parts, hidden) for parts in layers) / len(layers)),
+        "normed_queries": max(normed, default=0),
         "rms": any("rmsnorm" in name for name in names),
         "rotary": any("rotary" in name for name in names),
         "latent": latent if all(latent[name] for name in _LATENT) else None,
     }
+
+
+def _norms_of(parts: list[nn.Module], hidden: int) -> int:
+    """How many norms of hidden states a layer has."""
+    modules = (module for part in parts for module in part.modules() if "norm" in type(module).__name__.lower())
+    weights = (getattr(module, "weight", None) for module in modules)
+    return sum(weight is not None and weight.shape == (hidden,) for weight in weights)
 
 
 def _whole(described: Any, name: str) -> int | None:
