@@ -157,47 +157,47 @@ CATALOGUE: dict[str, tuple[str, dict[str, Any]]] = {
         },
         "tie_word_embeddings": False, "vocab_size": 201088,
     }),
-}  # fmt: skip
-
-COUNTED: dict[str, tuple[int, dict[str, Any]]] = {
-    "microsoft/phi-2": (2779683840, {
+    "microsoft/phi-2": ("phi-2", {
         "model_type": "phi", "hidden_act": "gelu_new", "hidden_size": 2560, "intermediate_size": 10240,
         "max_position_embeddings": 2048, "num_attention_heads": 32, "num_hidden_layers": 32,
         "num_key_value_heads": 32, "partial_rotary_factor": 0.4, "qk_layernorm": False, "vocab_size": 51200,
     }),
-    "allenai/OLMo-7B-hf": (6888095744, {
-        "model_type": "olmo", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008,
-        "max_position_embeddings": 2048, "num_attention_heads": 32, "num_hidden_layers": 32,
-        "num_key_value_heads": 32, "clip_qkv": None, "tie_word_embeddings": False, "vocab_size": 50304,
-    }),
-    "allenai/OLMo-2-1124-7B": (7298617344, {
+    "allenai/OLMo-2-1124-7B": ("olmo2-7b", {
         "model_type": "olmo2", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008,
         "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
         "num_key_value_heads": 32, "rms_norm_eps": 1e-06, "rope_theta": 500000, "tie_word_embeddings": False,
         "vocab_size": 100352,
     }),
-    "microsoft/Phi-3-mini-4k-instruct": (3821079552, {
+    "microsoft/Phi-3-mini-4k-instruct": ("phi-3-mini", {
         "model_type": "phi3", "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 8192,
         "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
         "num_key_value_heads": 32, "sliding_window": 2047, "tie_word_embeddings": False,
         "vocab_size": 32064,
     }),
-    "Qwen/Qwen1.5-MoE-A2.7B": (14315784192, {
+    "Qwen/Qwen1.5-MoE-A2.7B": ("qwen1.5-moe-a2.7b", {
         "model_type": "qwen2_moe", "decoder_sparse_step": 1, "hidden_act": "silu", "hidden_size": 2048,
         "intermediate_size": 5632, "max_position_embeddings": 8192, "moe_intermediate_size": 1408,
         "num_attention_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "num_hidden_layers": 24,
         "num_key_value_heads": 16, "shared_expert_intermediate_size": 5632, "tie_word_embeddings": False,
         "use_sliding_window": False, "vocab_size": 151936,
     }),
-    "tiiuae/falcon-7b": (6921720704, {
+    "tiiuae/falcon-7b": ("falcon-7b", {
         "model_type": "falcon", "alibi": False, "bias": False, "hidden_size": 4544, "multi_query": True,
         "new_decoder_architecture": False, "num_attention_heads": 71, "num_hidden_layers": 32,
         "parallel_attn": True, "vocab_size": 65024,
     }),
-    "tiiuae/falcon-40b": (41303293952, {
+    "tiiuae/falcon-40b": ("falcon-40b", {
         "model_type": "falcon", "alibi": False, "bias": False, "hidden_size": 8192,
         "new_decoder_architecture": True, "num_attention_heads": 128, "num_hidden_layers": 60,
         "num_kv_heads": 8, "parallel_attn": True, "vocab_size": 65024,
+    }),
+}  # fmt: skip
+
+COUNTED: dict[str, tuple[int, dict[str, Any]]] = {
+    "allenai/OLMo-7B-hf": (6888095744, {
+        "model_type": "olmo", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008,
+        "max_position_embeddings": 2048, "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 32, "clip_qkv": None, "tie_word_embeddings": False, "vocab_size": 50304,
     }),
     # OPT's position table has two spare rows, which a Model does not hold: 125239296 less 2 x 768.
     "facebook/opt-125m": (125239296 - 2 * 768, {

@@ -47,7 +47,7 @@ def replicated_by_tensor_parallelism(model: Model) -> float:
     total = model.layers * layer
     total += (model.layers - model.moe_layers) * (h if model.mlp_bias else 0)
     if model.moe:
-        router = h * model.moe.experts + (model.moe.experts if model.moe.router_bias else 0)
+        router = h * model.moe.experts + model.moe.experts * (model.moe.router_bias + model.moe.router_logit_bias)
         router += h if model.moe.shared_gate else 0
         total += model.moe_layers * (router + (h if model.mlp_bias and model.moe.shared_ffn else 0))
     total += (norm if model.final_norm else 0) + (norm if model.embedding_norm else 0)

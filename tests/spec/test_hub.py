@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardwise.interop.jobs import model_notes
 from shardwise.spec import presets
 from shardwise.spec.hub import is_hub_id, shape_words
 from shardwise.spec.job import Job
@@ -62,7 +63,7 @@ def test_no_name_is_guessed(typed: str) -> None:
 
 def test_every_id_means_its_own_preset_and_no_two_shapes_share_a_name() -> None:
     for name, path in presets._files("model").items():
-        hub = presets._fields(path, "model", name).get("hub", [])
+        hub = presets._ids(name)
         assert all(is_hub_id(one) and presets.preset_name("model", one) == name for one in hub), name
         assert presets.preset_name("model", name.upper()) == name
         assert name == path.stem or name.startswith(f"{path.stem}-")
@@ -96,6 +97,21 @@ def test_ids_of_the_hub(text: str) -> None:
 )
 def test_what_is_no_id(text: str) -> None:
     assert not is_hub_id(text)
+
+
+@table(
+    ("typed", "alone"),
+    [
+        ("google/gemma-3-27b-it", True),
+        ("gemma-3-4b", True),
+        ("mistralai/Mistral-Small-3.2-24B-Instruct-2506", True),
+        ("mistralai/Mistral-Small-24B-Instruct-2501", False),
+        ("google/gemma-3-1b-it", False),
+        ("google/gemma-2-27b-it", False),
+    ],
+)
+def test_a_note_says_where_a_preset_is_the_language_model_alone(typed: str, alone: bool) -> None:
+    assert [note.endswith("its language model alone") for note in model_notes(typed)] == [alone]
 
 
 def test_a_job_keeps_the_name_of_the_preset() -> None:

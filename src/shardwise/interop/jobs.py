@@ -101,7 +101,11 @@ def model_notes(named: Any) -> list[str]:
         return [*where, *left_out(read_config(Path(found)))]
     preset = presets.preset_name("model", named)
     is_other = preset not in (None, named.strip().lower()) and not os.path.exists(named)  # noqa: PTH110
-    return [f"{named}: preset {preset}"] if is_other else []
+    if preset is None or not is_other:
+        return []
+    return [
+        f"{named}: preset {preset}" + (", its language model alone" if presets.is_language_model(named, preset) else "")
+    ]
 
 
 def _is_config(named: Any) -> bool:

@@ -5,7 +5,8 @@ may list ``versions``, newest first: its fields are those of the newest, and eac
 "megatron-bridge@26.04" names one, "megatron-bridge" the newest.
 
 A file may also describe a family: its fields are those that all ``members`` share, whose names begin with the file's.
-A preset with ``hub``, ids of huggingface.co, is known by these too, and the first one begins its source.
+A preset with ``hub``, ids of huggingface.co, is known by these too, and the first one begins its source; likewise with
+``language_model_of``, ids of models that have more than a language model.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from shardwise.spec.files import read_yaml
 from shardwise.spec.hub import shape_words
 
 _FOLDER = Path(__file__).parent / "catalogue"
+_OF_THE_CATALOGUE = ("versions", "hub", "language_model_of")  # not fields of what a file describes
 KINDS = ("model", "device", "link", "cluster", "stack")
 
 S = TypeVar("S", bound=Spec)
@@ -140,11 +142,16 @@ def preset_name(kind: str, named: str) -> str | None:
     return known.get(plain) or known.get(shape_words(plain))
 
 
+def is_language_model(named: str, preset: str) -> bool:
+    """Whether a preset is only the language model of the model that a name means."""
+    whole = _fields(_files("model")[preset], "model", preset).get("language_model_of", ())
+    return shape_words(named.strip()) in [shape_words(form) for one in whole for form in (one, one.partition("/")[2])]
+
+
 @functools.cache
 def _models_by_name() -> Mapping[str | tuple[str, ...], str]:
     """Model presets by the ids of their models, and by the words of these, with and without who publishes them."""
-    ids = {name: [one.lower() for one in _fields(path, "model", name).get("hub", ())]
-           for name, path in sorted(_files("model").items())}  # fmt: skip
+    ids = {name: [one.lower() for one in _ids(name)] for name in sorted(_files("model"))}
     found: dict[str | tuple[str, ...], str] = {one: name for name, known in ids.items() for one in known}
     for name, known in ids.items():
         for one in (name, *known, *(one.partition("/")[2] for one in known)):
@@ -193,7 +200,7 @@ def _preset(kind: str, cls: Any, name: str) -> Any:
     if path is None:
         remedy = nearest_name(name, names(kind)) or f"`shardwise list {kind}s` shows all"
         raise SpecError("", f"unknown {kind} {shown(name)}", remedy)
-    data = {key: value for key, value in _fields(path, kind, plain.lower()).items() if key not in ("versions", "hub")}
+    data = {key: value for key, value in _fields(path, kind, plain.lower()).items() if key not in _OF_THE_CATALOGUE}
     return cls.from_dict(_of_version(kind, plain, version, data) if at else data, path=path.name)
 
 
@@ -203,7 +210,14 @@ def _fields(path: Path, kind: str, name: str) -> dict[str, Any]:
     own = shared.pop("members", {}).get(name, {})
     inner = {key: {**shared[key], **value} for key, value in own.items() if isinstance(shared.get(key), Mapping)}
     data = {"name": name, **shared, **own, **inner}
-    return {**data, "source": f"{data['hub'][0]} config.json; {data['source']}"} if "hub" in data else data
+    ids = [*data.get("hub", ()), *data.get("language_model_of", ())]
+    return {**data, "source": f"{ids[0]} config.json; {data['source']}"} if ids else data
+
+
+def _ids(name: str) -> list[str]:
+    """The ids of a model preset on huggingface.co."""
+    data = _fields(_files("model")[name], "model", name)
+    return [*data.get("hub", ()), *data.get("language_model_of", ())]
 
 
 def _members(path: Path, kind: str) -> tuple[str, ...]:

@@ -9,7 +9,9 @@ import torch
 
 from interop.published_configs import CATALOGUE, COUNTED, DEFAULTS
 from models.families import transformers
-from shardwise.interop.huggingface import model_from_hf_config
+from shardwise.interop.huggingface import hf_config_from_model, model_from_hf_config
+from shardwise.spec import presets
+from shardwise.spec.model import Model
 from shardwise.spec.parameters import parameter_count
 
 CONFIGS: dict[str, dict[str, Any]] = {name: config for name, (_, config) in (*CATALOGUE.items(), *COUNTED.items())}
@@ -23,11 +25,21 @@ LEFT_OUT = {"opt": 2 * 768}  # two spare positions
     "name", [name for name, config in CONFIGS.items() if config["model_type"] not in ("kimi_k2", *WITHOUT_HEAD)]
 )
 def test_parameters_are_those_of_transformers(name: str) -> None:
-    config = dict(CONFIGS[name])
+    assert_counted(CONFIGS[name], parameter_count(model_from_hf_config(CONFIGS[name])))
+
+
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("entry", [name for name in presets.names("model") if name not in ("bert-large", "palm-540b")])
+def test_parameters_of_the_catalogue_are_those_of_transformers(entry: str) -> None:
+    model = presets.load("model", Model, entry)
+    assert_counted(hf_config_from_model(model), parameter_count(model))
+
+
+def assert_counted(written: dict[str, Any], parameters: int) -> None:
+    config = dict(written)
     model_type = config.pop("model_type")
     with torch.device("meta"):
         network = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(model_type, **config))
-    ours = parameter_count(model_from_hf_config(CONFIGS[name]))
     kept = network.state_dict()  # with the balancing biases of routers, which are buffers
     tensors = [*network.parameters(), *(buffer for part, buffer in network.named_buffers() if part in kept)]
-    assert ours == sum(tensor.numel() for tensor in tensors) - LEFT_OUT.get(model_type, 0)
+    assert parameters == sum(tensor.numel() for tensor in tensors) - LEFT_OUT.get(model_type, 0)
