@@ -267,7 +267,7 @@ def test_the_catalogue_is_listed_as_text_and_as_json(what: str, monkeypatch: pyt
     [
         ("models qwen2.5 7B", ["qwen2.5-7b"]),
         ("models llama-3 70", ["llama3-70b", "llama3.1-70b"]),
-        ("clusters h200", ["dgx-h200", "hgx-h200-4gpu"]),
+        ("clusters gaudi", ["gaudi2-node", "gaudi3-node"]),
         ("devices RTX_30", ["rtx-3090"]),
         ("links nvlink-3", ["nvlink-3", "nvlink-3090"]),
         ("stacks bridge 26.04", ["megatron-bridge@26.04"]),
