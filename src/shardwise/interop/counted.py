@@ -26,16 +26,16 @@ from shardwise.spec.counted import CodeCounts
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.files import parse_json
 from shardwise.spec.installation import is_installed
-from shardwise.spec.layers import MOST_LAYERS, LayerRecord, pattern_of_layers
-from shardwise.spec.model import (
+from shardwise.spec.layers import (
     LONGEST,
     MOST_HEADS,
+    MOST_LAYERS,
     WIDEST,
     LatentAttention,
-    Matrix,
-    MixtureOfExperts,
-    Model,
+    LayerRecord,
+    pattern_of_layers,
 )
+from shardwise.spec.model import Matrix, MixtureOfExperts, Model
 from shardwise.spec.parameters import embedding_parameters, head_parameters, layer_parameters
 
 SECONDS = 180.0  # of all; the process gives itself fewer of processor time

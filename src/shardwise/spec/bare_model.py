@@ -9,8 +9,8 @@ from typing import Any
 from shardwise.spec import presets
 from shardwise.spec.codec import Spec, count, quantity
 from shardwise.spec.errors import SpecError
-from shardwise.spec.layers import MOST_LAYERS
-from shardwise.spec.model import MOST_HEADS, WIDEST, Model
+from shardwise.spec.layers import MOST_HEADS, MOST_LAYERS, WIDEST
+from shardwise.spec.model import Model
 from shardwise.spec.units import readable_count
 
 VOCAB = 32_000

@@ -106,8 +106,7 @@ def layer_operators(model: Model, shape: LayerShape, *, moe: bool, tuning: Tunin
     last = ends_with_product(model, moe=moe)
     mlp = _experts(model, shape, last) if moe and model.moe else _mlp(model, shape, model.ffn, last)
     starts = Operator(OperatorRole.STARTS, "traffic", kernels=0, expert=moe, rotary=model.positions == "rope")
-    attention = (*_projections(model, shape), _attention(model, shape))
-    operators = (*attention, *_elementwise(model, shape), *mlp, starts)
+    operators = (*_projections(model, shape), _attention(model, shape), *_elementwise(model, shape), *mlp, starts)
     if model.counted and (columns := model.counted.layer_flops / (2 * model.hidden * shape.tp)):
         operators += (Operator(OperatorRole.MLP, "product", shape.tokens, columns, model.hidden, split="column"),)
     return operators if tuning.everything else tuple(tuned_operators(operators, model, shape, tuning, moe=moe))
