@@ -257,6 +257,30 @@ COUNTED: dict[str, tuple[int, dict[str, Any]]] = {
         8, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 40, "residual_multiplier": 0.22,
         "rms_norm_eps": 1e-06, "rope_theta": 10000000.0, "tie_word_embeddings": True, "vocab_size": 49155,
     }),
+    "ByteDance-Seed/Seed-OSS-36B-Base": (36151104512, {
+        "model_type": "seed_oss", "attention_bias": True, "attention_out_bias": False, "head_dim": 128,
+        "hidden_size": 5120, "intermediate_size": 27648, "max_position_embeddings": 524288, "mlp_bias": False,
+        "num_attention_heads": 80, "num_hidden_layers": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+        "rope_scaling": {"rope_type": "default"}, "rope_theta": 10000000.0, "tie_word_embeddings": False,
+        "vocab_size": 155136,
+    }),
+    "ibm-granite/granite-3.3-8b-instruct": (8170864640, {
+        "model_type": "granite", "attention_bias": False, "attention_multiplier": 0.0078125,
+        "embedding_multiplier": 12.0, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 12800,
+        "logits_scaling": 16.0, "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 32,
+        "num_hidden_layers": 40, "num_key_value_heads": 8, "residual_multiplier": 0.22, "rms_norm_eps": 1e-05,
+        "rope_scaling": None, "rope_theta": 10000000.0, "tie_word_embeddings": True, "vocab_size": 49159,
+    }),
+    "LGAI-EXAONE/EXAONE-4.0-32B": (32003216384, {
+        "model_type": "exaone4", "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120,
+        "intermediate_size": 27392, "max_position_embeddings": 131072, "num_attention_heads": 40,
+        "num_hidden_layers": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_scaling": {
+            "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192, "rope_type": "llama3",
+        },
+        "rope_theta": 1000000, "sliding_window": 4096, "sliding_window_pattern": 4, "tie_word_embeddings": False,
+        "vocab_size": 102400,
+    }),
     "transformers HunYuanDenseV1Config(head_dim=128)": (8859684864, {
         "model_type": "hunyuan_v1_dense", "head_dim": 128,
     }),
@@ -268,6 +292,8 @@ COUNTED: dict[str, tuple[int, dict[str, Any]]] = {
 
 # What transformers 5 builds from the defaults of a family alone; `models/huggingface/test_counts.py` lets it count.
 DEFAULTS: dict[str, int] = {
+    "qwen2_vl_text": 72706203648, "qwen2_5_vl_text": 72706203648, "qwen2_vl": 72706203648, "qwen2_5_vl": 72706203648,
+    "qwen3_vl_text": 12049461248,
     "olmo3": 6888624128, "smollm3": 3075098624, "seed_oss": 28921040896, "granite": 6738415616,
     "granitemoeshared": 37039116288,
     "glm": 9399951360, "glm4": 9400279040, "ernie4_5": 360748032, "helium": 2172643840,

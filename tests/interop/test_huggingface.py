@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from interop.published_configs import CATALOGUE, COUNTED, DEFAULTS
 from shardwise.interop.families import ALIASES, FAMILIES
-from shardwise.interop.huggingface import hf_config_from_model, model_from_hf_config
+from shardwise.interop.huggingface import hf_config_from_model, left_out, model_from_hf_config
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError
 from shardwise.spec.model import Model, Numerics
@@ -79,6 +79,21 @@ def test_reads_the_language_model_of_a_multimodal_config() -> None:
     config = {"model_type": "llava", "_name_or_path": "llava", "text_config": LLAMA, "vision_config": {}}
     assert shape(model_from_hf_config(config)) == shape(model_from_hf_config(LLAMA))
     assert model_from_hf_config(config).name == "llava"
+
+
+def test_reads_the_language_model_where_its_keys_stand_beside_the_tower() -> None:
+    """As Qwen2-VL's older configs have them, with positions that differ only between the tokens of a picture."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
+             "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}  # fmt: skip
+    sizes["rope_theta"] = 10**6
+    rope = {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
+    config = {"model_type": "qwen2_5_vl", **sizes, **rope, "vision_config": {"depth": 32}}
+    assert shape(model_from_hf_config(config)) == shape(model_from_hf_config({"model_type": "qwen2", **sizes}))
+    (note,) = left_out(config)
+    assert "qwen2_5_vl" in note and "vision_config" in note
+    (note,) = left_out({"model_type": "qwen2_5_vl", "text_config": sizes, "vision_config": {}})
+    assert "text_config" in note
+    assert left_out({"model_type": "qwen2", **sizes, "quantization_config": {}}) == []
 
 
 def test_a_mistake_in_the_language_model_names_its_place() -> None:

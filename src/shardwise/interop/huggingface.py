@@ -16,6 +16,7 @@ from shardwise.spec.layers import LayerRecord
 from shardwise.spec.model import Model
 
 _ROPE = {"rope_theta", "rope_scaling"}  # the newer `rope_parameters` takes precedence over them
+_TOWERS = ("vision_config", "audio_config", "speech_config", "encoder_config", "projector_config")
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id")
 
 
@@ -44,16 +45,19 @@ def model_from_hf_config(config: Config | Path | str, name: str | None = None) -
 
 def _is_outer(config: Config) -> bool:
     """Whether the language model is inside: that of a vision-language model."""
-    return family_of(config.get("model_type")) is None and isinstance(config.get("text_config"), Mapping)
+    return isinstance(config.get("text_config"), Mapping)
 
 
 def left_out(config: Any) -> list[str]:
     """What a config describes beside the language model that is read of it, as a note."""
-    if not isinstance(config, Mapping) or not _is_outer(config):
+    if not isinstance(config, Mapping):
         return []
-    others = [name for name in config if name.endswith("_config") and name != "text_config"]
+    others = [name for name in _TOWERS if isinstance(config.get(name), Mapping)]
+    if not _is_outer(config) and not others:
+        return []
+    place = " (text_config)" if _is_outer(config) else ""
     what = f" ({', '.join(others)})" if others else ""
-    return [f"{shown(config.get('model_type'))}: only its language model (text_config) is read, nothing else{what}"]
+    return [f"{shown(config.get('model_type'))}: only its language model{place} is read, nothing else{what}"]
 
 
 def hf_config_from_model(model: Model) -> dict[str, Any]:

@@ -178,7 +178,7 @@ def _scaling(value: Any, config: Config, parameters: Mapping[str, Any]) -> RopeS
     given = value or parameters
     kind = given.get("rope_type", given.get("type", "default"))
     kind = "longrope" if kind == "su" else kind  # its first name, in Phi-3
-    if kind == "default":
+    if kind in ("default", "mrope"):  # the second differs only between the tokens of a picture
         return None
     if kind not in _KINDS:
         raise SpecError(f"{name}.rope_type", f"{shown(kind)} is not supported", f"use one of {', '.join(_KINDS)}")

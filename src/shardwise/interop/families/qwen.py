@@ -127,5 +127,28 @@ _QWEN_3_VL_MOE = Family(  # positions in pictures are those of text as long as t
     {**RMS, "qk_norm": True},
 )
 
-FAMILIES = (_QWEN_2, _QWEN_3, _QWEN_2_MOE, _QWEN_3_MOE, _QWEN_3_VL_MOE)
+# The language models of those that read pictures; Qwen2-VL's older configs have its keys beside the others.
+_QWEN_2_VL = [
+    Family(
+        name,
+        with_defaults(
+            _QWEN,
+            layers=80, hidden=8192, heads=64, kv_heads=8, ffn=29568, vocab=152064,
+            **{"numerics.norm_epsilon": 1e-5, "numerics.rope_theta": 1e6},
+        ),
+        {**RMS, "qkv_bias": True},
+        also=_qwen_windows, layers=_layers,
+    )
+    for name in ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_vl", "qwen2_5_vl")
+]
+_QWEN_3_VL = Family(
+    "qwen3_vl_text",
+    with_defaults(
+        {**GROUPED, **SILU, **BIAS, **NUMERICS},
+        head_dim=128, kv_heads=32, ffn=22016, vocab=151936, max_seq=128000, **{"numerics.rope_theta": 5e5},
+    ),
+    {**RMS, "qk_norm": True},
+)
+
+FAMILIES = (_QWEN_2, _QWEN_3, _QWEN_2_MOE, _QWEN_3_MOE, *_QWEN_2_VL, _QWEN_3_VL, _QWEN_3_VL_MOE)
 # fmt: on
