@@ -52,6 +52,8 @@ def test_an_adapter_learns_a_planted_answer(folder: Path, chats: Path) -> None:
     assert ANSWER in data["sample"]["after"] and ANSWER not in data["sample"]["before"]
     written = Path(data["written"])
     assert json.loads((written / "adapter_config.json").read_text(encoding="utf-8"))["r"] == 16
+    over_it = error_line(run(*command(Path(data["folder"]), chats, "--plan-only")))
+    assert "is a run; convert it with --to huggingface, and name that folder" in over_it
 
 
 @pytest.mark.slow
@@ -110,7 +112,7 @@ def test_the_method_follows_from_the_card(folder: Path, chats: Path, tmp_path: P
     [
         ([{"messages": [{"role": "user", "content": "hello"}]}], "no turn of the assistant"),
         ([{"messages": [{"role": "robot", "content": "hello"}]}], "robot"),
-        ([], "hold no text"),
+        ([], "holds no text"),
     ],
 )
 def test_bad_data_is_one_line(folder: Path, tmp_path: Path, records: list[Any], words: str) -> None:

@@ -27,6 +27,7 @@ from shardwise.planner.advice.method import METHODS, WORDS, ChosenMethod, Method
 from shardwise.planner.request import Request
 from shardwise.report.fine_tuning import AnswerSample, ReadyFineTuning, fine_tuning_data, fine_tuning_page
 from shardwise.report.page import Page
+from shardwise.run.checkpoint.folder import folder_at
 from shardwise.run.data.conversations import ANSWERS, Answers, RecordRules
 from shardwise.spec.clusters import job_cluster_from
 from shardwise.spec.errors import SpecError, nearest_name, shown
@@ -226,6 +227,8 @@ def _model_folder(model: str) -> Path:
     if is_hub_id(model) and (folder is None or not (folder / "tokenizer.json").is_file()):
         problem = f"{shown(model)} is not a folder, nor in this machine's Hugging Face cache with its tokenizer"
         raise SpecError("model", problem, f"run `hf download {model}`, or name the folder of a model")
+    if folder is None and Path(model).is_dir() and folder_at(Path(model)).committed():
+        raise SpecError("model", f"{shown(model)} is a run", "convert it with ⟨to=huggingface⟩, and name that folder")
     if folder is None:
         remedy = "name the folder of a model: config.json, weights and tokenizer, as from huggingface.co"
         raise SpecError("model", f"{shown(model)} is not a Hugging Face folder", remedy)

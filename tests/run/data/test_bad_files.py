@@ -120,7 +120,7 @@ def test_the_limit_can_be_raised_and_skipping_says_so(tmp_path: Path) -> None:
     assert "1 record skipped, the first: " in said and "a.jsonl:2: malformed JSON" in said
     assert run_json(*build_it, "--on-bad-record", "skip", "--max-record", "1KiB")["skipped"] == 2
     (tmp_path / "a.jsonl").write_bytes(b"{\n{\n")
-    assert "files: no record can be read; the first" in error_line(run(*build_it, "--on-bad-record", "skip"))
+    assert "a.jsonl: no record can be read; the first" in error_line(run(*build_it, "--on-bad-record", "skip"))
 
 
 def test_half_a_character_is_replaced_and_counted(tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def test_a_bad_record_is_named_and_nothing_is_left(tmp_path: Path, line: str, sa
 def test_bad_files_are_named(tmp_path: Path) -> None:
     for name in ("a.exe", "empty.jsonl"):
         (tmp_path / name).write_bytes(b"")
-    wrong = {"a.exe": "suffix", "b.txt": "not there", "empty.jsonl": "hold no text"}
+    wrong = {"a.exe": "suffix", "b.txt": "not there", "empty.jsonl": "empty.jsonl: holds no text"}
     for files, says in (([], "there are none"), *(([tmp_path / name], says) for name, says in wrong.items())):
         with pytest.raises(SpecError, match=says):
             build(files, tmp_path / "out")

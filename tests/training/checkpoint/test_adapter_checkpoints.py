@@ -31,8 +31,8 @@ from training.runs import boxes, whole
 DORA = Adapters(rank=4, method="dora")
 
 
-def base(folder: Path, seed: int) -> Path:
-    model = plain_job().model
+def base(folder: Path, seed: int, **changes: Any) -> Path:
+    model = replace(plain_job().model, **changes)
     decoder = Decoder(model)
     initialise(decoder, seed, model)
     with torch.no_grad():

@@ -99,3 +99,25 @@ def test_an_adapter_alone_or_beside_another_model_is_refused(tuned: tuple[Path, 
         assert open_weights(moved, None, [run]).tensors
     finally:
         moved.rename(folder)
+
+
+def test_an_adapter_of_another_base_is_refused(tuned: tuple[Path, Path], tmp_path: Path) -> None:
+    """Of the same shapes; a copy of its base in 16 bits is its base, and so is one with an adapter merged before it."""
+    folder, run = tuned
+    write_as_adapter(run, tmp_path / "adapter")
+    base(tmp_path / "other", 2)
+    for adapter in (run, tmp_path / "adapter"):
+        with pytest.raises(SpecError, match="was trained beside other weights than those of"):
+            open_weights(tmp_path / "other", None, [adapter])
+    refused = running.run("generate", str(tmp_path / "other"), "--adapter", str(run), "--prompt-tokens", "1")
+    assert "use its own base" in error_line(refused)
+    run_json("convert", str(folder), "--to", "huggingface", "--dtype", "bf16", "--out", str(tmp_path / "narrow"))
+    assert open_weights(tmp_path / "narrow", None, [tmp_path / "adapter", run]).tensors
+
+
+def test_the_base_of_a_tied_head_is_known(tmp_path: Path) -> None:
+    base(tmp_path / "base", 1, tied_embeddings=True)
+    one = job(tmp_path / "base", adapters=replace(DORA, rank=2))
+    on_ranks(1, train, replace(one, model=replace(one.model, tied_embeddings=True)), str(tmp_path / "run"), 1, False)
+    write_as_adapter(tmp_path / "run", tmp_path / "adapter")
+    assert open_weights(tmp_path / "base", None, [tmp_path / "adapter"]).tensors

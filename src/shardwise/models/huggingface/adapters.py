@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -39,6 +39,7 @@ _UNREAD: dict[str, tuple[Any, ...]] = {
     # Others take from the base what the adapter begins with (PiSSA, OLoRA, CorDA, LoftQ).
     "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
 }  # fmt: skip
+_FINGERPRINT = "base_fingerprint"  # in the metadata of the file, which PEFT does not read
 _MERGE = "merge it with its own tools"
 _WHOLE = "write the whole model: ⟨to=huggingface⟩"
 _ITS_BASE = "use the adapter with the base that it was trained with"
@@ -69,6 +70,7 @@ class LoadedAdapter:
     added: Mapping[str, Added]
     trained: Mapping[str, Tensor]
     base: str | None = None  # what its folder calls the base
+    fingerprint: str | None = None  # of the base's frozen weights, if it is one of ours
 
 
 def is_adapter(path: Path) -> bool:
@@ -109,7 +111,8 @@ def write_adapter(
         config["ensure_weight_tying"] = True  # otherwise the head keeps the weights that the embedding had
         tensors[PREFIX + _head(naming)] = adapter.trained["embedding.weight"].clone()
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
+    known = {} if adapter.fingerprint is None else {_FINGERPRINT: adapter.fingerprint}
+    save_file(tensors, folder / TENSORS, metadata={"format": "pt", **known})
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -166,6 +169,8 @@ def read_adapter(folder: Path, naming: Naming) -> LoadedAdapter:
     config = _read_config(folder)
     try:
         stored = load_file(folder / TENSORS)
+        with safe_open(folder / TENSORS, "pt") as file:
+            fingerprint = (file.metadata() or {}).get(_FINGERPRINT)
     except (OSError, SafetensorError) as error:
         raise SpecError(str(folder / TENSORS), f"cannot be read ({shown(str(error))})", "get another copy") from None
     ours: dict[str, list[tuple[TensorPlace, int]]] = {}
@@ -207,7 +212,7 @@ def read_adapter(folder: Path, naming: Naming) -> LoadedAdapter:
             str(folder), f"trains the embedding alone, which is the head of {naming.model.name} too", _MERGE
         )
     base = config.get("base_model_name_or_path")
-    return LoadedAdapter(added, trained, base if isinstance(base, str) else None)
+    return LoadedAdapter(added, trained, base if isinstance(base, str) else None, fingerprint)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

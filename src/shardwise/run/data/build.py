@@ -93,8 +93,11 @@ def build(
     portions = _portions(kept.of(files, rules))
     first = next(portions, [])
     if not first:
-        problem = f"no record can be read; the first: {kept.first_skipped}" if kept.skipped else "hold no text"
-        raise SpecError("files", problem, "name others, or correct them")
+        one = len(files) == 1
+        problem = f"hold{'s' * one} no text"
+        if kept.skipped:
+            problem = f"no record can be read; the first: {kept.first_skipped}"
+        raise SpecError(str(files[0]) if one else "files", problem, "name others, or correct them")
     encoder = Encoder(encoding)
     encoder.check(first)
     preferred = isinstance(first[0], PreferencePair)

@@ -89,18 +89,23 @@ def require_whole(manifest: Manifest, folder: Place) -> None:
 
 # -- the fingerprint ---------------------------------------------------------------------------------
 
+DRAWN = "seed"  # begins the fingerprint of weights that are in no folder
 ROWS = 4  # of every tensor, evenly spread: two trainings of one model differ in nearly every row
 
 
 def fingerprint_of(job: Job, names: Iterable[str]) -> str:
-    """Of the weights ``names`` that the job starts from: those in its folder, or those that its seed draws.
+    """Of the weights ``names`` that the job starts from: those in its folder, or those that its seed draws."""
+    if job.run.start_from is None:
+        return f"{DRAWN} {job.run.seed} on {job.run_device}"
+    return fingerprint_at(place_of(job.run.start_from, job.run.timeouts.checkpoint), names)
+
+
+def fingerprint_at(place: Place, names: Iterable[str]) -> str:
+    """Of the weights ``names`` at a path.
 
     Values are rounded to bf16, so that a copy of the base in another format is the same base.
     """
-    digest = hashlib.sha256()
-    if job.run.start_from is None:
-        return f"seed {job.run.seed} on {job.run_device}"
-    source = source_of(place_of(job.run.start_from, job.run.timeouts.checkpoint))
+    digest, source = hashlib.sha256(), source_of(place)
     for name in sorted(names):
         size = source.shape(name)[0]
         digest.update(name.encode())

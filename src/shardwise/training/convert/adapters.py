@@ -14,9 +14,10 @@ from shardwise.models.huggingface.adapters import CONFIG, Added, LoadedAdapter, 
 from shardwise.models.huggingface.tensors import Naming
 from shardwise.run.checkpoint.folder import folder_at, newest_at
 from shardwise.run.checkpoint.manifest import BASE, Manifest, read_manifest, weight_keys
-from shardwise.run.storage.place import Place
+from shardwise.run.storage.place import Place, place_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
+from shardwise.training.checkpoint.base import DRAWN, fingerprint_at
 from shardwise.training.checkpoint.full_tensors import LazyTensor, full_tensors
 from shardwise.training.convert.weights import Weights
 
@@ -45,7 +46,8 @@ def saved_adapter(folder: Place, manifest: Manifest) -> LoadedAdapter:
                 None if magnitude is None else magnitude.read(),
             )  # fmt: skip
     trained = {name: tensor.read() for name, tensor in values.items() if not is_of_adapter(name)}
-    return LoadedAdapter(added, trained, job.run.start_from)
+    fingerprint = manifest.numbers.get(BASE)
+    return LoadedAdapter(added, trained, job.run.start_from, None if fingerprint is None else str(fingerprint))
 
 
 def opened_adapter(path: Path, weights: Weights) -> LoadedAdapter:
@@ -57,6 +59,21 @@ def opened_adapter(path: Path, weights: Weights) -> LoadedAdapter:
         raise SpecError(str(path), problem, "name a folder of PEFT, or a run with training.adapters")
     newest = newest_at(path)
     return saved_adapter(newest, read_manifest(newest))
+
+
+def require_its_base(adapter: LoadedAdapter, source: Path, weights: Weights, where: str) -> None:
+    """Raises SpecError if an adapter of ours was trained beside other frozen weights than those at a path."""
+    saved = adapter.fingerprint
+    if saved is None or saved.startswith(DRAWN) or is_adapter_checkpoint(source):
+        return
+    frozen = [name for name in weights.tensors if name not in adapter.trained]
+    try:
+        now = fingerprint_at(place_of(str(source)), frozen)
+    except (SpecError, KeyError):  # a file of another tool, which has no rows to read alone
+        return
+    if now != saved:
+        problem = f"was trained beside other weights than those of {source}"
+        raise SpecError(where, problem, f"use its own base: {adapter.base}")
 
 
 def with_adapter(weights: Weights, adapter: LoadedAdapter, where: str) -> Weights:

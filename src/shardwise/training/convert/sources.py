@@ -43,6 +43,7 @@ from shardwise.training.checkpoint.shards import Entry, write_shard
 from shardwise.training.convert.adapters import (
     is_adapter_checkpoint,
     opened_adapter,
+    require_its_base,
     saved_adapter,
     with_adapter,
     write_peft,
@@ -78,8 +79,11 @@ def open_weights(source: Path, given: str | None = None, adapters: Sequence[Path
     Raises SpecError for what is damaged or unknown.
     """
     weights = replace(_opened(source, given), companions=_companions_of(source, given))
-    for path in adapters:
-        weights = with_adapter(weights, opened_adapter(path, weights), f"the adapter {path}")
+    for number, path in enumerate(adapters):
+        adapter = opened_adapter(path, weights)
+        if number == 0:  # the next may have been trained over this one
+            require_its_base(adapter, source, weights, str(path))
+        weights = with_adapter(weights, adapter, f"the adapter {path}")
     return weights
 
 
