@@ -12,6 +12,7 @@ from shardwise.cost.compute.operators import OperatorRole, layer_operators
 from shardwise.cost.memory.activations import SavedRole, layer_activation_bytes, layer_saved_tensors
 from shardwise.cost.memory.device import device_memories, peak_memory
 from shardwise.cost.memory.room import reserved_bytes
+from shardwise.cost.memory.transient import wide_gradients
 from shardwise.cost.step.prediction import predict
 from shardwise.cost.step.simulation import rank_predictions
 from shardwise.cost.step.stage_time import layer_shape
@@ -224,3 +225,10 @@ def test_one_product_has_one_adapter() -> None:
         apart, joined = adapters(False, tp), adapters(True, tp)
         assert len(apart) - len(joined) == 2 * 2
         assert sum(apart) - sum(joined) == pytest.approx(2 * 2 * TOKENS * 16 * HIDDEN)  # two inputs read once less
+
+
+def test_the_gradient_of_an_input_that_is_not_kept_takes_the_place_of_nothing() -> None:
+    attention: dict[str, Any] = {"adapters": {"targets": ["attention"]}}
+    assert wide_gradients(job(**attention)) == 3  # of the last product's input, the activated gate and the other factor
+    assert wide_gradients(job()) == wide_gradients(job(adapters=None, base_precision="computed")) == 2
+    assert wide_gradients(job(**attention), moe=True) == 2

@@ -267,19 +267,18 @@ def layer_moment_bytes(job: Job, kinds: tuple[bool, ...]) -> float:
     return max((layer_kind_bytes(job, moe=moe) for moe in kinds), default=0.0)
 
 
-def wide_gradients(job: Job) -> float:
+def wide_gradients(job: Job, *, moe: bool = False) -> float:
     """Tensors as wide as an MLP that its backward pass allocates beyond what it frees.
 
     Gated: gradients of gate, up and activated gate, and the gate once more, when the input of the last matmul and its
     gradient have been exchanged for each other. A compiled kernel makes the first two and that input at once, beside
     its gradient (measured: bench/peak_memory.py). Of a gate that is a kernel of its own the activated one is kept:
     gradients of it and of the other factor. Where the last matmul is frozen, its input was not kept, and its gradient
-    takes the place of nothing.
+    takes the place of nothing; experts whose gate is a kernel of its own run one after another, so that it is small.
     """
-    if job.model.gated and job.stack.gated_activation == "separate":
-        return 2
-    more = (3 if job.training.compile else 4) if job.model.gated else 1
-    if job.training.tuning.everything or job.training.compile:
+    separate = job.model.gated and job.stack.gated_activation == "separate"
+    more = 2 if separate else ((3 if job.training.compile else 4) if job.model.gated else 1)
+    if job.training.tuning.everything or job.training.compile or (moe and separate):
         return more
     return more + 1 - input_share(job, False, "mlp", (_R.DOWN,))
 
@@ -288,7 +287,7 @@ def layer_kind_bytes(job: Job, *, moe: bool) -> float:
     model, strategy, element = job.model, job.strategy, job.training.recipe.activation
     tokens, tp = job.microbatch_tokens, job.strategy.tp
     region = tokens / tp if strategy.sequence_parallel else tokens
-    more = wide_gradients(job)
+    more = wide_gradients(job, moe=moe and job.model.moe is not None)
     wide, last_product = tokens * model.ffn / tp, model.ffn * model.hidden / tp
     if moe and model.moe:
         routed = tokens / tp * model.moe.top_k * job.stack.most_rows_of_experts(model)
