@@ -28,6 +28,7 @@ from tables import table
         ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3"),
         ("mistralai/Mistral-Small-24B-Instruct-2501", "mistral-small-24b"),
         ("google/gemma-3-27b-it", "gemma3-27b"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", "qwen2.5-32b"),
         ("Qwen/Qwen3-4B-Instruct-2507", "qwen3-4b"),
         ("Qwen/Qwen3-235B-A22B-Thinking-2507", "qwen3-235b-a22b"),
         ("allenai/OLMo-2-1124-7B-SFT", "olmo2-7b"),
@@ -52,6 +53,7 @@ def test_a_name_means_the_preset_of_its_shape(typed: str, preset: str) -> None:
         "Qwen/Qwen2.5-33B", "qwen3-70b", "llama-3.1-80b", "meta-llama/Llama-3-18b",  # sizes that there are not
         "Qwen/Qwen2.5-7B-Instruct-1M", "Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3-Embedding-0.6B",  # other models
         "meta-llama/Llama-3.2-11B-Vision", "meta-llama/Llama-Guard-3-8B", "deepseek-ai/DeepSeek-V3.2-Exp",
+        "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",  # its head is not tied, that of Qwen2.5 is
         "mistralai/Mistral-Small-Instruct-2409", "mistralai/Mistral-Large-Instruct-2601",  # dates without a size
         "somebody/Qwen2.5-7B", "Qwen/Qwen2.5-7B-AWQ", "models/Qwen2.5-7B", "/Qwen/Qwen2.5-7B", "./Qwen/Qwen2.5-7B",
         "Qwen2.5", "instruct", "-", "", "qwen 2.5 7b", "Qwen/Qwen2.5-7B/",
