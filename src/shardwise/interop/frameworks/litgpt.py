@@ -15,8 +15,10 @@ _BASES = {"bnb.nf4": "nf4", "bnb.nf4-dq": "nf4-double", "bnb.fp4": "nf4", "bnb.f
 _TARGETS = {"lora_query": "q_proj", "lora_key": "k_proj", "lora_value": "v_proj", "lora_projection": "o_proj",
             "lora_mlp": "mlp"}  # fmt: skip
 _ON = ("lora_query", "lora_value")  # where nothing is said (finetune/lora.py)
-# Its own model: a loss on 16-bit logits (model.py); every process loads the base (finetune/lora.py).
-_STACK = {"stack.loss": "whole", "stack.loads_whole": True, "stack.accumulation": "local"}
+# Its own model: a loss on 16-bit logits, one product for queries, keys and values (model.py, lora.py); every process
+# loads the base (finetune/lora.py).
+_STACK = {"stack.loss": "whole", "stack.joined_projections": True, "stack.loads_whole": True,
+          "stack.accumulation": "local"}  # fmt: skip
 
 
 def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
