@@ -61,7 +61,7 @@ def table_of(job: Job) -> tuple[float, float, float]:
     """Step seconds, device bytes and host bytes by a table of one row and one column."""
     (piece,) = TablePricer(job).pieces([group_of(job)])
     assert piece.strategy(0, 0) == job.strategy
-    return float(piece.step_seconds.item()), float(piece.memory_bytes.item()), float(np.max(piece.host_bytes))
+    return float(piece.step_seconds().item()), float(piece.memory_bytes.item()), float(np.max(piece.host_bytes))
 
 
 @pytest.mark.slow

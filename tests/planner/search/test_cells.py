@@ -61,7 +61,7 @@ def cells(number: int, count: int) -> Iterator[tuple[TablePiece, int, int, Job]]
     random = Random(count)
     for _ in range(count):
         piece = random.choice(pieces)
-        column, row = (random.randrange(size) for size in piece.step_seconds.shape)
+        column, row = (random.randrange(size) for size in piece.memory_bytes.shape)
         yield piece, column, row, job_with(job, piece.strategy(column, row), int(piece.sequences[row]))
 
 
@@ -70,11 +70,22 @@ def cells(number: int, count: int) -> Iterator[tuple[TablePiece, int, int, Job]]
 def test_a_cell_equals_its_strategy_priced_alone_and_runs_where_that_does(number: int) -> None:
     for piece, column, row, job in cells(number, 30):
         host = float(np.broadcast_to(piece.host_bytes, piece.memory_bytes.shape)[column, row])
-        assert (piece.step_seconds[column, row], piece.memory_bytes[column, row], host) == table_of(job)
-        assert piece.step_seconds[column, row] == pytest.approx(predict(job).step_seconds, rel=1e-9)
+        seconds = piece.step_seconds(np.array([row]))[column, 0]
+        assert (seconds, piece.memory_bytes[column, row], host) == table_of(job)
+        assert seconds == pytest.approx(predict(job).step_seconds, rel=1e-9)
+        assert seconds >= piece.pipeline_seconds[row]
         assert piece.memory_bytes[column, row] == pytest.approx(peak_memory(job).total, rel=1e-9)
         assert host == pytest.approx(max(one.host for one in device_memories(job)), rel=1e-9, abs=1e-3)
     check_support(number)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_some_rows_of_a_piece_take_as_long_as_among_all(number: int) -> None:
+    random = Random(number)
+    for piece in random.sample(priced(number)[1], 5):
+        rows = np.array(sorted(random.sample(range(len(piece.sequences)), min(7, len(piece.sequences)))))
+        assert np.array_equal(piece.step_seconds(rows), piece.step_seconds()[:, rows])
 
 
 def check_support(number: int) -> None:

@@ -70,16 +70,34 @@ class TableBlock:
 
 @dataclass(frozen=True)
 class TablePiece:
-    """Some rows of some blocks, times their columns, with one way to offload."""
+    """Some rows of some blocks, times their columns, with one way to offload; rows are timed on demand."""
 
-    blocks: Sequence[TableBlock]
-    offload: Offload
+    batch: _Batch
+    offloaded: Offloaded
+    start: int  # the first of the batch's rows
     block_of_row: Array  # which block each row belongs to
     row_numbers: Array  # in that block's row table
-    step_seconds: Array  # column × row
+    pipeline_seconds: Array  # per row: no column of it is faster
     memory_bytes: Array  # of the fullest device: column × row
     host_bytes: Any  # what offload keeps outside one device
     sequences: Array  # of a step, per row
+
+    @property
+    def blocks(self) -> Sequence[TableBlock]:
+        return self.batch.blocks
+
+    @property
+    def offload(self) -> Offload:
+        return self.offloaded.offload
+
+    def step_seconds(self, rows: Array | None = None) -> Array:
+        """Column × row, of all rows or of those with these numbers in ascending order."""
+        import numpy as np
+
+        numbers = np.arange(len(self.row_numbers)) if rows is None else rows
+        timing = _Timing(self.batch, self.start + numbers)
+        seconds: Array = self.pipeline_seconds[numbers] + timing.seconds(self.offloaded)
+        return seconds
 
     def strategy(self, column: int, row: int) -> Strategy:
         """The strategy of one cell."""
@@ -191,23 +209,30 @@ class _Batch:
         """The strategies of some rows, one piece for every way to offload."""
         import numpy as np
 
-        rows, block = self.rows, self.block_of_row[part]
+        block, numbers = self.block_of_row[part], self.row_numbers[part]
+        pipeline, sequences = self.rows.pipeline_seconds[part], self.rows.sequences[part]
+        fast = None if wanted is None else self._fast(part, wanted)
+        if fast is not None and not fast.any():
+            return
         lengths = np.bincount(block, minlength=len(self.blocks))
-        timing = _Timing(self, part, lengths)
-        pipeline, numbers, sequences = rows.pipeline_seconds[part], self.row_numbers[part], rows.sequences[part]
-        alone, fast = pipeline + timing.seconds(), None
-        if wanted is not None:
-            # No way to offload is faster than none.
-            fast = wanted.is_fast(alone / sequences)
-            if not fast.any():
-                return
         moments = [self._at_moment(moment, part, lengths) for moment in MOMENTS]
         for offloaded in self.offloads:
             memory, host = offloaded.memory_bytes([moment for moment in moments if moment])
             if wanted is not None and fast is not None and not (fast & wanted.fits(memory, host)).any():
                 continue
-            step = pipeline + timing.seconds(offloaded) if offloaded.offload.any else alone
-            yield TablePiece(self.blocks, offloaded.offload, block, numbers, step, memory, host, sequences)
+            yield TablePiece(self, offloaded, part.start, block, numbers, pipeline, memory, host, sequences)
+
+    def _fast(self, part: slice, wanted: Wanted) -> Array:
+        """The cells that are fast enough without offload, as no way to offload is faster: column × row."""
+        import numpy as np
+
+        pipeline, sequences = self.rows.pipeline_seconds[part], self.rows.sequences[part]
+        fast = np.zeros((len(self.of_column), len(pipeline)), dtype=bool)
+        rows = np.flatnonzero(wanted.is_fast(pipeline / sequences))
+        if len(rows):
+            alone = pipeline[rows] + _Timing(self, part.start + rows).seconds()
+            fast[:, rows] = wanted.is_fast(alone / sequences[rows])
+        return fast
 
     def _at_moment(self, moment: Moment, part: slice, lengths: Array) -> RowsAtMoment | None:
         """Some rows of the kinds of rank that have such a moment, if there are any."""
@@ -297,25 +322,24 @@ class _Batch:
 class _Timing:
     """The time of some rows of a batch beside the pipeline; rows and columns that differ in memory only share it."""
 
-    def __init__(self, batch: _Batch, part: slice, lengths: Array) -> None:
+    def __init__(self, batch: _Batch, numbers: Array) -> None:
+        """``numbers``: those of the rows, ascending."""
         import numpy as np
 
-        rows = batch.rows
-        self.batch, self.part, self.lengths = batch, part, lengths  # of the rows of each block
-        timed_row = rows.timed_row[part]
-        first = int(timed_row.min())
-        timed = slice(first, int(timed_row.max()) + 1)
-        self.of_row = timed_row - first
-        self.timed = rows.timed.beside_columns(timed)
-        self.timed_lengths = np.bincount(batch.block_of_timed[timed], minlength=len(batch.blocks))
+        self.batch, self.numbers = batch, numbers
+        timed_row, blocks = batch.rows.timed_row[numbers], len(batch.blocks)
+        self.lengths = np.bincount(batch.block_of_row[numbers], minlength=blocks)  # rows of each block
+        timed, self.of_row = np.unique(timed_row, return_inverse=True)
+        self.timed = batch.rows.timed.beside_columns(timed)
+        self.timed_lengths = np.bincount(batch.block_of_timed[timed], minlength=blocks)
         self.without = batch.without_offload(self.timed, self.timed_lengths)
 
     def seconds(self, offloaded: Offloaded | None = None) -> Array:
         """What the slowest kind of rank adds to the pipeline: column × row."""
         if offloaded is not None and offloaded.offload.activations:
-            saved = self.batch.rows.passes.saved[:, None, self.part]
+            saved = self.batch.rows.passes.saved[:, None, self.numbers]
             return offloaded.added(self._rows(self._before(offloaded)), *self._of_rows, saved).seconds
-        if offloaded is None:
+        if offloaded is None or not offloaded.offload.any:
             of_timed = self.without.seconds.take(self.batch.of_column, axis=0)
         else:
             of_timed = offloaded.added(self._before(offloaded), self.timed, self.timed_lengths, 0.0).seconds

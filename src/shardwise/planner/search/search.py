@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Array = NDArray[Any]
-    Layouts = tuple[Array, list[Degrees]]
 
 KEPT = 100
 MEMORY_STEPS = 64  # the front of time against memory has a point for each
@@ -57,6 +56,7 @@ class Search:
     """The result of a search: how many strategies it priced, and the best of them."""
 
     priced: int = 0
+    """Of all of them the memory; the time of those that may, by their pipelines alone, beat what is kept."""
     excluded: int = 0  # ruled out by the user
     unsupported: int = 0  # not run by our engine
     too_large: int = 0  # too large for a device
@@ -110,7 +110,7 @@ def search(
         for piece in deadline.until(pricer.pieces(groups, keeper.wanted)):
             allowed, left_out = supported.allowed(piece), _excluded(piece, excluded)
             if allowed is not None and not any_priced:
-                keeper.take_not_run(piece, priced.allowed(piece), allowed, left_out)
+                keeper.take_not_run(piece, allowed, priced, left_out)
             keeper.take(piece, allowed, left_out)
             if progress is not None:
                 progress(keeper.result.priced)
@@ -171,12 +171,76 @@ def _excluded(piece: TablePiece, masks: list[Mask]) -> Array | None:
     return excluded
 
 
-def _layouts(piece: TablePiece) -> Layouts:
-    """Where the contiguous rows of each block start, and the degrees of each block."""
+@dataclass(frozen=True)
+class _Layouts:
+    """The layouts of a piece, whose rows are contiguous."""
+
+    starts: Array
+    lengths: Array
+    degrees: list[Degrees]
+
+    @classmethod
+    def of(cls, piece: TablePiece) -> _Layouts:
+        import numpy as np
+
+        starts = np.flatnonzero(np.diff(piece.block_of_row, prepend=-1))
+        degrees = [degrees_of(piece.blocks[block].group.base) for block in piece.block_of_row[starts].tolist()]
+        return cls(starts, np.diff(starts, append=len(piece.block_of_row)), degrees)
+
+    def by_row(self, figure: Callable[[Degrees], float]) -> Array:
+        import numpy as np
+
+        return np.repeat([figure(degrees) for degrees in self.degrees], self.lengths)
+
+    def least(self, of_row: Array) -> Iterator[tuple[Degrees, float]]:
+        """Each layout with the least figure of its rows."""
+        import numpy as np
+
+        return zip(self.degrees, np.minimum.reduceat(of_row, self.starts).tolist())
+
+
+@dataclass(frozen=True)
+class _TimedRows:
+    """Some rows of a piece with their time."""
+
+    piece: TablePiece
+    rows: Array
+    step_seconds: Array  # column × row
+    seconds: Array  # of a sequence: column × row
+
+    @classmethod
+    def of(cls, piece: TablePiece, rows: Array) -> _TimedRows:
+        step_seconds = piece.step_seconds(rows)
+        return cls(piece, rows, step_seconds, step_seconds / piece.sequences[rows])
+
+    def found(self, flat: int) -> PricedStrategy:
+        """The strategy of one cell by its flat number."""
+        piece, (column, place) = self.piece, divmod(flat, len(self.rows))
+        row = int(self.rows[place])
+        return PricedStrategy(
+            float(self.seconds[column, place]),
+            float(self.step_seconds[column, place]),
+            float(piece.memory_bytes[column, row]),
+            float(piece.host_bytes[column, row]) if piece.offload.any else 0.0,
+            piece.blocks[int(piece.block_of_row[row])],
+            column,
+            int(piece.row_numbers[row]),
+            piece.offload,
+        )
+
+
+def _bound(piece: TablePiece) -> Array:
+    """Seconds of a sequence, per row, that no column of it is faster than."""
+    bound: Array = piece.pipeline_seconds / piece.sequences
+    return bound
+
+
+def _with_any(rows: Array, cells: Array) -> tuple[Array, Array]:
+    """Of ``rows`` and their cells those rows that have any."""
     import numpy as np
 
-    starts = np.flatnonzero(np.diff(piece.block_of_row, prepend=-1))
-    return starts, [degrees_of(piece.blocks[block].group.base) for block in piece.block_of_row[starts].tolist()]
+    some = cells.any(axis=0)
+    return (rows, cells) if some.all() else (rows[some], cells[:, np.flatnonzero(some)])
 
 
 class _Keeper:
@@ -197,19 +261,27 @@ class _Keeper:
         self.front: list[PricedStrategy | None] = [None] * MEMORY_STEPS
         self.least = np.inf
 
-    def take_not_run(self, piece: TablePiece, priced: Array | None, allowed: Array, excluded: Array | None) -> None:
+    def take_not_run(self, piece: TablePiece, allowed: Array, priced: Supported, excluded: Array | None) -> None:
         """Keeps the fastest cell that fits and is priced but not run."""
         import numpy as np
 
-        wanted = ~allowed if priced is None else priced & ~allowed
-        if excluded is not None:
-            wanted &= ~excluded
-        wanted &= self._fits(piece)
         known = self.result.best_not_run
-        score = np.where(wanted, piece.step_seconds / piece.sequences, np.inf)
+        bound = np.inf if known is None else known.seconds_per_sequence
+        rows = np.flatnonzero((_bound(piece) < bound) & ((piece.memory_bytes <= self.capacity) & ~allowed).any(axis=0))
+        if not len(rows):
+            return
+        wanted = ~allowed[:, rows]
+        for mask in (priced.allowed(piece), None if excluded is None else ~excluded, self._fits(piece)):
+            if mask is not None:
+                wanted &= mask[:, rows]
+        rows, wanted = _with_any(rows, wanted)
+        if not len(rows):
+            return
+        timed = _TimedRows.of(piece, rows)
+        score = np.where(wanted, timed.seconds, np.inf)
         flat = int(score.argmin())
-        if score.flat[flat] < (np.inf if known is None else known.seconds_per_sequence):
-            self.result.best_not_run = self._found(piece, score, flat)
+        if score.flat[flat] < bound:
+            self.result.best_not_run = timed.found(flat)
 
     def _fits(self, piece: TablePiece) -> Array:
         import numpy as np
@@ -220,11 +292,14 @@ class _Keeper:
         return fits
 
     def take(self, piece: TablePiece, allowed: Array | None, excluded: Array | None) -> None:
-        """Counts the cells of a piece and keeps the best; None for ``allowed`` and ``excluded`` is all and none."""
+        """Counts the cells of a piece and keeps the best; None for ``allowed`` and ``excluded`` is all and none.
+
+        Only the rows are timed that may be better than what is kept, as far as their pipelines alone tell.
+        """
         import numpy as np
 
         result = self.result
-        result.priced += piece.step_seconds.size
+        result.priced += piece.memory_bytes.size
         fits = self._fits(piece)
         memory = piece.memory_bytes
         if excluded is not None:
@@ -239,74 +314,80 @@ class _Keeper:
             memory = np.where(allowed, memory, np.inf)
         else:
             result.too_large += int(fits.size - np.count_nonzero(fits))
-        layouts = _layouts(piece)
+        layouts, least_of_row = _Layouts.of(piece), memory.min(axis=0)
         if self.wanted is None:
-            self._least_memory(piece, memory, layouts)
-        seconds = piece.step_seconds / piece.sequences
-        if self.tight > self.capacity and not piece.offload.any and seconds.min() < self.fastest:
-            self._tight(piece, memory, seconds)
-        if self.leads_on and seconds.min() < self.fastest:
-            self._too_large(np.where(fits, np.inf, np.where(memory < np.inf, seconds, np.inf)), layouts)
-        if self.wanted is not None:
-            fits &= self.wanted.is_fast(seconds)
-        if not fits.any():
+            self._least_memory(piece, memory, least_of_row, layouts)
+        bound = _bound(piece)
+        has_tight = self.tight > self.capacity and not piece.offload.any
+        if has_tight:
+            self._tight(piece, memory, bound < self.fastest)
+        if self.leads_on:
+            self._too_large(piece, (memory < np.inf) & ~fits, bound, layouts)
+        most = np.maximum(self._front_bounds(least_of_row), layouts.by_row(self._known_of))
+        rows = np.flatnonzero((least_of_row <= self.capacity) & (bound < np.maximum(most, self.threshold)))
+        rows, fits = _with_any(rows, fits[:, rows])
+        if not len(rows):
             return
-        score = np.where(fits, seconds, np.inf)
-        self._best(piece, score)
-        self._of_degrees(piece, score, layouts)
-        self._front(piece, score)
+        timed = _TimedRows.of(piece, rows)
+        if self.wanted is not None:
+            fits &= self.wanted.is_fast(timed.seconds)
+        score = np.where(fits, timed.seconds, np.inf)
+        self._best(timed, score)
+        self._of_degrees(timed, score)
+        self._front(timed, score)
 
-    def _found(self, piece: TablePiece, score: Array, flat: int) -> PricedStrategy:
-        column, row = divmod(int(flat), score.shape[1])
-        return PricedStrategy(
-            float(score[column, row]),
-            float(piece.step_seconds[column, row]),
-            float(piece.memory_bytes[column, row]),
-            float(piece.host_bytes[column, row]) if piece.offload.any else 0.0,
-            piece.blocks[int(piece.block_of_row[row])],
-            column,
-            int(piece.row_numbers[row]),
-            piece.offload,
-        )
+    def _known_of(self, degrees: Degrees) -> float:
+        """Seconds of a sequence: the best of a layout so far."""
+        known = self.result.of_degrees.get(degrees)
+        return float("inf") if known is None else known.seconds_per_sequence
 
-    def _least_memory(self, piece: TablePiece, memory: Array, layouts: Layouts) -> None:
+    def _least_memory(self, piece: TablePiece, memory: Array, of_row: Array, layouts: _Layouts) -> None:
         import numpy as np
 
-        starts, degrees = layouts
-        of_row = memory.min(axis=0)
         least = self.result.least_of_degrees
-        for key, held in zip(degrees, np.minimum.reduceat(of_row, starts).tolist()):
+        for key, held in layouts.least(of_row):
             if held < least.get(key, np.inf):
                 least[key] = held
-        flat = int(memory.argmin())
-        if memory.flat[flat] < self.least:
-            self.least = float(memory.flat[flat])
-            score = np.broadcast_to(piece.step_seconds / piece.sequences, memory.shape)
-            self.result.least_memory = self._found(piece, score, flat)
+        if of_row.min() < self.least:
+            column, row = divmod(int(memory.argmin()), len(of_row))
+            self.least = float(memory[column, row])
+            self.result.least_memory = _TimedRows.of(piece, np.array([row])).found(column)
 
-    def _too_large(self, score: Array, layouts: Layouts) -> None:
-        """Keeps the time of the fastest cell of every layout that does not fit."""
+    def _too_large(self, piece: TablePiece, cells: Array, bound: Array, layouts: _Layouts) -> None:
+        """Keeps the time of the fastest of ``cells``, which do not fit, in every layout, if nothing faster fits."""
         import numpy as np
 
-        starts, degrees = layouts
-        for key, seconds in zip(degrees, np.minimum.reduceat(score.min(axis=0), starts).tolist()):
+        known = layouts.by_row(lambda degrees: self.too_large.get(degrees, np.inf))
+        rows = np.flatnonzero(bound < np.minimum(known, self.fastest))
+        rows, cells = _with_any(rows, cells[:, rows])
+        if not len(rows):
+            return
+        of_row = np.full(len(bound), np.inf)
+        of_row[rows] = np.where(cells, _TimedRows.of(piece, rows).seconds, np.inf).min(axis=0)
+        for key, seconds in layouts.least(of_row):
             if seconds < self.too_large.get(key, np.inf):
                 self.too_large[key] = seconds
 
-    def _tight(self, piece: TablePiece, memory: Array, seconds: Array) -> None:
-        """Keeps the fastest cell that fits without the margin only."""
+    def _tight(self, piece: TablePiece, memory: Array, fast: Array) -> None:
+        """Keeps the fastest cell that fits without the margin only, of rows that may be ``fast``."""
         import numpy as np
 
-        score = np.where((memory > self.capacity) & (memory <= self.tight), seconds, np.inf)
+        rows = np.flatnonzero(fast)
+        held = memory[:, rows]
+        rows, cells = _with_any(rows, (held > self.capacity) & (held <= self.tight))
+        if not len(rows):
+            return
+        timed = _TimedRows.of(piece, rows)
+        score = np.where(cells, timed.seconds, np.inf)
         flat = int(score.argmin())
         if score.flat[flat] < self.fastest:
-            tight = self._found(piece, score, flat)
+            tight = timed.found(flat)
             key = degrees_of(tight.block.group.base)
             known = self.result.tight.get(key)
             if known is None or tight.seconds_per_sequence < known.seconds_per_sequence:
                 self.result.tight[key] = tight
 
-    def _best(self, piece: TablePiece, score: Array) -> None:
+    def _best(self, timed: _TimedRows, score: Array) -> None:
         import numpy as np
 
         better = np.flatnonzero(score < self.threshold)
@@ -314,38 +395,55 @@ class _Keeper:
             return
         if len(better) > self.kept:
             better = better[np.argpartition(score.flat[better], self.kept)[: self.kept]]
-        best = [*self.result.best, *(self._found(piece, score, flat) for flat in better.tolist())]
+        best = [*self.result.best, *(timed.found(flat) for flat in better.tolist())]
         best.sort(key=lambda priced: priced.seconds_per_sequence)
         self.result.best = best[: self.kept]
         self.fastest = best[0].seconds_per_sequence
         if len(self.result.best) == self.kept:
             self.threshold = self.result.best[-1].seconds_per_sequence
 
-    def _of_degrees(self, piece: TablePiece, score: Array, layouts: Layouts) -> None:
+    def _of_degrees(self, timed: _TimedRows, score: Array) -> None:
         """Keeps the best cell of every layout."""
         import numpy as np
 
-        starts, degrees = layouts
-        of_row = score.min(axis=0)
+        piece, of_row = timed.piece, score.min(axis=0)
+        blocks = piece.block_of_row[timed.rows]
+        starts = np.flatnonzero(np.diff(blocks, prepend=-1))
         stops = [*starts[1:].tolist(), len(of_row)]
-        for key, start, stop, seconds in zip(degrees, starts, stops, np.minimum.reduceat(of_row, starts).tolist()):
-            known = self.result.of_degrees.get(key)
-            if seconds < (np.inf if known is None else known.seconds_per_sequence):
-                row = int(start + of_row[start:stop].argmin())
-                flat = int(score[:, row].argmin()) * score.shape[1] + row
-                self.result.of_degrees[key] = self._found(piece, score, flat)
+        least = np.minimum.reduceat(of_row, starts).tolist()
+        for block, start, stop, seconds in zip(blocks[starts].tolist(), starts.tolist(), stops, least):
+            key = degrees_of(piece.blocks[block].group.base)
+            if seconds < self._known_of(key):
+                place = start + int(of_row[start:stop].argmin())
+                flat = int(score[:, place].argmin()) * len(of_row) + place
+                self.result.of_degrees[key] = timed.found(flat)
 
-    def _front(self, piece: TablePiece, score: Array) -> None:
+    # -- the front: a point for each step of memory, unless one with less memory is as fast ------------------------
+
+    def _steps(self, memory_bytes: Array) -> Array:
+        import numpy as np
+
+        steps = np.minimum(memory_bytes * (MEMORY_STEPS / self.capacity), MEMORY_STEPS - 1)
+        return steps.astype(np.uint8)
+
+    def _front_bounds(self, memory_bytes: Array) -> Array:
+        """What the time of a point with so much memory has to be less than."""
+        import numpy as np
+
+        bounds: Array = np.minimum.accumulate(self.front_seconds)[self._steps(memory_bytes)]
+        return bounds
+
+    def _front(self, timed: _TimedRows, score: Array) -> None:
         """Keeps the best cell at every step of memory."""
         import numpy as np
 
-        steps = np.minimum(piece.memory_bytes * (MEMORY_STEPS / self.capacity), MEMORY_STEPS - 1).astype(np.uint8)
-        flat = np.flatnonzero(score < self.front_seconds[steps])
+        memory = timed.piece.memory_bytes[:, timed.rows]
+        flat = np.flatnonzero(score < self._front_bounds(memory))
         if not len(flat):
             return
         order = flat[np.argsort(score.flat[flat], kind="stable")]
-        for step, place in zip(*np.unique(steps.flat[order], return_index=True)):
-            best = self._found(piece, score, int(order[place]))
+        for step, place in zip(*np.unique(self._steps(memory.flat[order]), return_index=True)):
+            best = timed.found(int(order[place]))
             self.front[int(step)] = best
             self.front_seconds[int(step)] = best.seconds_per_sequence
 
