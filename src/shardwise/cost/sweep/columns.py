@@ -135,7 +135,7 @@ FREE = 0  # the ticket of what no network carries
 
 
 @dataclass
-class _CollectiveLine:
+class CollectiveLine:
     """One kind of collective on one network: the tickets of its sizes, and which of them have no price yet."""
 
     tickets: dict[float, int] = field(default_factory=lambda: {0.0: FREE})
@@ -156,28 +156,34 @@ class CollectiveBook:
         self._lists = ListCopies.of(job)
         self._count = 0
         # Groups of ranks that lie elsewhere and span equal networks pay the same.
-        self._of_runs: dict[tuple[CollectiveKind, tuple[RankRun, ...], bool], _CollectiveLine] = {}
-        self._of_networks: dict[tuple[CollectiveKind, Topology, Topology | None], _CollectiveLine] = {}
+        self._of_runs: dict[tuple[CollectiveKind, tuple[RankRun, ...], bool], CollectiveLine] = {}
+        self._of_networks: dict[tuple[CollectiveKind, Topology, Topology | None], CollectiveLine] = {}
         self.seconds: Array = np.zeros(1)
         self.link_seconds: Array = np.zeros((1, len(links)))
 
-    def tickets(
-        self, kind: CollectiveKind, runs: tuple[RankRun, ...], sizes: Sequence[float], by_schedules: bool = False
-    ) -> list[int]:
-        """One for every size; ``by_schedules``: sums of gradients that a schedule of ours may make (`DataLine`)."""
+    def line(
+        self, kind: CollectiveKind, runs: tuple[RankRun, ...], by_schedules: bool = False
+    ) -> CollectiveLine | None:
+        """``by_schedules``: sums of gradients that a schedule of ours may make (`DataLine`). None: no network."""
         if not runs:
-            return [FREE] * len(sizes)
+            return None
         line = self._of_runs.get((kind, runs, by_schedules))
         if line is None:
             topology = spanned(self._cluster, runs, "strategy", neighbours_of(self._cluster.library, kind))
             assert topology is not None
             ours = measured_schedules(self._cluster, runs) if by_schedules else None
-            line = self._of_networks.setdefault((kind, topology, ours), _CollectiveLine())
+            line = self._of_networks.setdefault((kind, topology, ours), CollectiveLine())
             self._of_runs[kind, runs, by_schedules] = line
+        return line
+
+    def tickets(self, line: CollectiveLine | None, sizes: Sequence[float]) -> list[int]:
+        """One for every size."""
+        if line is None:
+            return [FREE] * len(sizes)
         known = line.tickets
         return [known[size] if size in known else self._new(line, size) for size in sizes]
 
-    def _new(self, line: _CollectiveLine, size: float) -> int:
+    def _new(self, line: CollectiveLine, size: float) -> int:
         self._count += 1
         line.tickets[size] = self._count
         line.waiting.append(size)
@@ -217,7 +223,9 @@ class ColumnBook:
     def __init__(self, job: Job, collectives: CollectiveBook) -> None:
         """``job`` has everything but the strategy."""
         self._job, self._collectives = job, collectives
-        self._shardings: dict[tuple[Any, ...], list[_Shared]] = {}
+        self._wire = {pp > 1: wire_bytes(job, pp) for pp in (1, 2)}
+        self._shardings: dict[tuple[Any, ...], list[_SharedColumns]] = {}
+        self._shared: dict[tuple[Any, ...], list[_Shared]] = {}
 
     def classes(self, group: Group) -> list[ColumnClass]:
         """The columns of ``group`` by how often they communicate; collectives are registered, not yet priced."""
@@ -227,11 +235,12 @@ class ColumnBook:
         # part × figure × kind
         sent = np.array([self._of_parts(sent_parameters(job, base, rank)) for rank in group.ranks]).transpose(1, 2, 0)
         made = []
-        for shared in self._shared(group):
-            units = self._units(group, gathers_once=shared.sharding.gathers_once)
+        for shared in self._shared_of(group):
+            units = self._units(group, gathers_once=shared.columns.sharding.gathers_once)
             each = [SentParameters(*figures).over(number) for figures, number in zip(sent, units)]
             tickets = self._tickets(group, shared, each)
-            made.append(ColumnClass(shared.numbers, shared.sharding, tickets, units[..., None]))
+            columns = shared.columns
+            made.append(ColumnClass(columns.numbers, columns.sharding, tickets, units[..., None]))
         return made
 
     def _units(self, group: Group, *, gathers_once: bool) -> Array:
@@ -247,39 +256,82 @@ class ColumnBook:
         """The figures of the dense parameters, and of the experts if the model has any."""
         return figures if self._job.model.moe else figures[:1]
 
-    def _shared(self, group: Group) -> list[_Shared]:
-        base = group.base
-        runs = (group_runs(base, ("cp", "dp")), expert_data_runs(base) if self._job.model.moe else ())
-        key = (runs, base.gradient_group, base.expert_data_parallel, base.pp == 1, group.shards)
-        if key not in self._shardings:
-            self._shardings[key] = _shared_by_class(self._job, group)
-        return self._shardings[key]
+    def _shared_of(self, group: Group) -> list[_Shared]:
+        base, moe = group.base, self._job.model.moe
+        runs = (group_runs(base, ("cp", "dp")), expert_data_runs(base) if moe else ())
+        sizes = (base.gradient_group, base.expert_data_parallel, base.pp == 1, group.shards)
+        if (runs, sizes) not in self._shared:
+            if sizes not in self._shardings:
+                self._shardings[sizes] = _by_class(group)
+            self._shared[runs, sizes] = [self._placed(base, columns) for columns in self._shardings[sizes]]
+        return self._shared[runs, sizes]
+
+    def _placed(self, base: Strategy, columns: _SharedColumns) -> _Shared:
+        """The columns with the networks of their collectives."""
+        held = [[dense_ranks(base, count) for count in columns.shards]]
+        if self._job.model.moe:
+            held.append([expert_ranks(base, count) for count in columns.shards])
+        of_parts = [(self._shards(ranks), self._networks(base, columns.sharding, ranks)) for ranks in held]
+        return _Shared(columns, of_parts)
+
+    def _shards(self, held: Sequence[SharedRanks]) -> Array:
+        import numpy as np
+
+        return np.array([ranks.shards for ranks in held])[:, None]
+
+    def _networks(
+        self, base: Strategy, sharding: Sharding, held: Sequence[SharedRanks]
+    ) -> list[list[CollectiveLine | None]]:
+        """Line × number of shards."""
+        lines = data_lines(sharding, SentParameters(0.0, 0.0), 1, self._wire[base.pp > 1], 1, 1.0)
+        book = self._collectives
+        return [
+            [
+                book.line(
+                    line.kind, ranks.sharded if line.over == "shards" else ranks.replicas, line.by_schedules(ranks)
+                )
+                for ranks in held
+            ]
+            for line in lines
+        ]
 
     def _tickets(self, group: Group, shared: _Shared, units: list[SentParameters]) -> Array:
         """Part × line × kind × column."""
         import numpy as np
 
-        each, pp = zip(units, shared.held), group.base.pp
-        tickets = [_part_tickets(self._job, pp, *part, shared.sharding, self._collectives) for part in each]
-        return np.array(tickets).transpose(0, 1, 3, 2)[..., shared.of_column]
+        tickets = []
+        for unit, (shards, networks) in zip(units, shared.of_parts):
+            shape = np.zeros((len(shards), len(unit.all)))
+            lines = data_lines(shared.columns.sharding, unit, shards, self._wire[group.base.pp > 1], 1, 1.0)
+            of_lines = zip(((shape + line.unit_bytes).tolist() for line in lines), networks)
+            tickets.append([list(map(self._collectives.tickets, of_shards, sizes)) for sizes, of_shards in of_lines])
+        return np.array(tickets).transpose(0, 1, 3, 2)[..., shared.columns.of_column]
+
+
+@dataclass(frozen=True)
+class _SharedColumns:
+    """Columns that communicate equally often, as far as it depends neither on their place nor on what ranks hold."""
+
+    numbers: Array
+    sharding: Sharding
+    shards: list[Any]  # the distinct numbers of shards
+    of_column: Array  # which of these each column has
 
 
 @dataclass(frozen=True)
 class _Shared:
-    """Columns that communicate equally often, as far as it does not depend on what ranks hold."""
+    """The same, as far as it does not depend on what ranks hold."""
 
-    numbers: Array
-    sharding: Sharding
-    held: list[tuple[SharedRanks, ...]]
-    """The ranks that share the dense parameters, and the experts, for every distinct number of shards."""
-    of_column: Array  # which of these each column has
+    columns: _SharedColumns
+    of_parts: list[tuple[Array, list[list[CollectiveLine | None]]]]
+    """Of the dense parameters, and of the experts: the numbers of shards that the distinct numbers make, and the
+    networks of their collectives (line × number of shards)."""
 
 
-def _shared_by_class(job: Job, group: Group) -> list[_Shared]:
+def _by_class(group: Group) -> list[_SharedColumns]:
     import numpy as np
 
-    base = group.base
-    shardings = [choice.of(base) for choice in group.shards]
+    shardings = [choice.of(group.base) for choice in group.shards]
     classes: dict[tuple[bool, bool], list[int]] = {}
     for number, sharding in enumerate(shardings):
         classes.setdefault((sharding.gradients_sharded, sharding.gathers_once), []).append(number)
@@ -288,30 +340,6 @@ def _shared_by_class(job: Job, group: Group) -> list[_Shared]:
         alike = [shardings[number] for number in numbers]
         shards = [sharding.shards for sharding in alike]
         distinct = list(dict.fromkeys(shards))
-        held = [tuple(dense_ranks(base, count) for count in distinct)]
-        if job.model.moe:
-            held.append(tuple(expert_ranks(base, count) for count in distinct))
         of_column = np.array([distinct.index(count) for count in shards])
-        result.append(_Shared(np.array(numbers), stacked(alike), held, of_column))
+        result.append(_SharedColumns(np.array(numbers), stacked(alike), distinct, of_column))
     return result
-
-
-def _part_tickets(
-    job: Job,
-    pp: int,
-    unit: SentParameters,
-    held: Sequence[SharedRanks],
-    sharding: Sharding,
-    book: CollectiveBook,
-) -> list[list[list[int]]]:
-    """Line × shards × kind: a ticket for the collective over one unit."""
-    import numpy as np
-
-    shards = np.array([ranks.shards for ranks in held])[:, None]
-    tickets = []
-    for line in data_lines(sharding, unit, shards, wire_bytes(job, pp), 1, 1.0):
-        sizes = np.broadcast_to(line.unit_bytes, (len(held), len(unit.all))).tolist()
-        runs = [ranks.sharded if line.over == "shards" else ranks.replicas for ranks in held]
-        ours = [line.by_schedules(ranks) for ranks in held]
-        tickets.append([book.tickets(line.kind, *request) for request in zip(runs, sizes, ours)])
-    return tickets

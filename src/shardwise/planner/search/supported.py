@@ -95,6 +95,7 @@ class Mask:
 
 
 # The techniques that each choice of a table decides; all others follow from the degrees, the model or the training.
+# Those of a layer also read tp, cp and the experts' degrees, those of a schedule pp, and those of shards cp·dp.
 _LAYER = ("sp", "tp-plain", "cp-ring", "cp-all-gather", "cp-ulysses", "uneven-kv-heads", "odd-chunks", "ragged-widths",
           "ragged-blocks")  # fmt: skip
 _SCHEDULE = ("own-stages", "tied-ends-on-one-rank")  # and its name
@@ -104,7 +105,6 @@ _RECOMPUTE = ("recompute-selective", "recompute-full", "recompute-of-some-layers
 _SHARDS = ("zero-0", "zero-1", "zero-2", "zero-3", "zero-3-kept", "hybrid-shard", "accumulate-local")
 _OFFLOAD = ("offload-optimizer", "offload-gradients", "offload-weights", "offload-activations", "offload-cpu",
             "offload-nvme", "no-offload-overlap", "weights-beyond-optimizer", "gradients-beyond-optimizer")  # fmt: skip
-_CHOSEN = frozenset((*_LAYER, *_SCHEDULE, *_RECOMPUTE, *_SHARDS, *_OFFLOAD))
 
 
 def not_built_here(job: Job) -> tuple[Finding, ...]:
@@ -162,16 +162,22 @@ class Supported:
     def __init__(self, job: Job, *, any_priced: bool = False) -> None:
         self.job = job
         self._techniques = techniques()
-        self._schedule_names = (*job_schedules(), *_SCHEDULE)
         findings = [finding for finding in rows_against(job, any_priced=any_priced) if self._may_hold(finding)]
         named = dict.fromkeys(name for finding in findings for name in finding.techniques)
         self._bit = {name: 1 << number for number, name in enumerate(named)}
         assert len(self._bit) < 63, "more techniques than bits"
+        of_axis = {LayerChoice: _LAYER, ScheduleChoice: (*job_schedules(), *_SCHEDULE), RecomputeChoice: _RECOMPUTE,
+                   ShardChoice: _SHARDS, Offload: _OFFLOAD}  # fmt: skip
+        chosen = frozenset(name for names in of_axis.values() for name in names)
+        self._named: dict[type[Any] | None, tuple[str, ...]] = {
+            axis: tuple(name for name in names if name in self._bit) for axis, names in of_axis.items()
+        }
+        self._named[None] = tuple(name for name in self._bit if name not in chosen)
         self._masks = [self._bits_of(finding.techniques) for finding in findings]
         self._book = CellBook(self._block_bits)
         self._of_offload: dict[Offload, int] = {}
         self._of_group: dict[int, tuple[Group, tuple[Any, ...]]] = {}
-        self._of_shards: dict[int, tuple[tuple[ShardChoice, ...], Array]] = {}
+        self._of_choices: dict[tuple[Any, ...], Array] = {}
 
     def _may_hold(self, finding: Finding) -> bool:
         """Whether a row is about the model and training of the job, which no search changes."""
@@ -197,53 +203,48 @@ class Supported:
 
     def _block_bits(self, block: TableBlock) -> tuple[Array, Array]:
         """Bits of the rows, and of the columns, of a block."""
-        base, layers, schedules, recomputes = self._group_bits(block.group)
-        index = block.rows.index.T
-        rows = base | layers[index[:, 0]] | schedules[index[:, 1]] | recomputes[index[:, 2]]
-        return rows, self._shard_bits(block.group)[block.columns.numbers]
+        base, layers, schedules, recomputes, shards = self._group_bits(block.group)
+        layer, schedule, recompute = block.rows.index
+        rows = base | layers[layer] | schedules[schedule] | recomputes[recompute]
+        return rows, shards[block.columns.numbers]
 
     def _group_bits(self, group: Group) -> tuple[Any, ...]:
-        """Bits of what all strategies of a group share, of its layer choices, schedules and recompute choices."""
+        """Bits of what all strategies of a group share, and of the choices of each axis."""
         known = self._of_group.get(id(group))
         if known is None or known[0] is not group:
             known = self._of_group[id(group)] = (group, self._new_group_bits(group))
         return known[1]
 
     def _new_group_bits(self, group: Group) -> tuple[Any, ...]:
-        base = group.base
-        chosen = _CHOSEN.union(self._schedule_names)
-        rest = tuple(name for name in self._bit if name not in chosen)
+        base, of_axis = group.base, self._named
         return (
-            self._used(base, rest),
-            self._bits(_variants(base, group.layers), _LAYER),
-            self._bits(_variants(base, group.schedules), self._schedule_names),
-            self._bits(_variants(base, group.recomputes), _RECOMPUTE),
+            self._used(base, of_axis[None]),
+            self._bits(base, LayerChoice, group.layers, base.tp, base.cp, base.ep, base.expert_tp),
+            self._bits(base, ScheduleChoice, group.schedules, base.pp),
+            self._bits(base, RecomputeChoice, group.recomputes),
+            self._bits(base, ShardChoice, group.shards, base.gradient_group),
         )
 
-    def _shard_bits(self, group: Group) -> Array:
-        """Bits of the shard choices, cached: groups that differ in schedules only share their many ``shards``."""
-        known = self._of_shards.get(id(group.shards))
-        if known is None or known[0] is not group.shards:
-            strategies = _variants(group.base, group.shards)
-            known = self._of_shards[id(group.shards)] = (group.shards, self._bits(strategies, _SHARDS))
-        return known[1]
-
-    def _bits(self, strategies: list[Strategy], names: tuple[str, ...]) -> Array:
+    def _bits(self, base: Strategy, axis: type[Any], choices: Sequence[Any], *degrees: int | None) -> Array:
+        """By choice; ``degrees``: what else the techniques of this axis read of a strategy."""
         import numpy as np
 
-        return np.array([self._used(strategy, names) for strategy in strategies], dtype=np.int64)
+        key = (axis, choices, *degrees)
+        if key not in self._of_choices:
+            bits = [self._used(strategy, self._named[axis]) for strategy in _variants(base, choices)]
+            self._of_choices[key] = np.array(bits, dtype=np.int64)
+        return self._of_choices[key]
 
     def _used(self, strategy: Strategy, names: tuple[str, ...]) -> int:
         job = self.job
-        used = (n for n in names if n in self._bit and self._techniques[n](strategy, job.training, job.model))
-        return self._bits_of(tuple(used))
+        return self._bits_of(n for n in names if self._techniques[n](strategy, job.training, job.model))
 
-    def _bits_of(self, names: tuple[str, ...]) -> int:
+    def _bits_of(self, names: Iterable[str]) -> int:
         return sum(self._bit[name] for name in set(names))
 
     def _offload_bits(self, offload: Offload) -> int:
         if offload not in self._of_offload:
-            self._of_offload[offload] = self._used(Strategy().unchecked(offload=offload), _OFFLOAD)
+            self._of_offload[offload] = self._used(Strategy().unchecked(offload=offload), self._named[Offload])
         return self._of_offload[offload]
 
 
