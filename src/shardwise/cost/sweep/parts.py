@@ -27,7 +27,7 @@ from shardwise.cost.traffic.context import context_traffic
 from shardwise.cost.traffic.execution import executed
 from shardwise.cost.traffic.expert import expert_traffic
 from shardwise.cost.traffic.pipeline import message_traffic, tied_bytes, tied_traffic
-from shardwise.cost.traffic.tensor import replicated_gradient_traffic, tensor_traffic
+from shardwise.cost.traffic.tensor import replicated_gradient_traffic, tensor_traffic_of_passes
 from shardwise.cost.traffic.traffic import Traffic, Window
 from shardwise.layout.payloads import Pass, Payload, Role, sent_forward
 from shardwise.layout.sharding import Sharding
@@ -254,7 +254,7 @@ class PartBook:
         saved = self._piece("saved", held, lambda: self._figures(jobs, 4, probed_bytes))
         lines: dict[LineKey, PartLine] = {}
         tensor = (*common, exchanged, base.ep == 1, places["tp"], places["expert_tp"])
-        lines |= self._piece("tp", tensor, lambda: self._lines(jobs, tensor_traffic))
+        lines |= self._piece("tp", tensor, lambda: self._lines(jobs, tensor_traffic_of_passes))
         if base.cp > 1:
             context = (tokens, base.tp, base.cp, layer.context_method, places["cp"])
             lines |= self._piece("cp", context, lambda: self._lines(jobs, context_traffic))
@@ -267,16 +267,16 @@ class PartBook:
             lambda: {
                 (moment, kinds, has_head): sum(transient_bytes(jobs("none"), kinds, moment, has_head=has_head))
                 for moment in MOMENTS
-                for kinds in KINDS
+                for kinds in (KINDS if self.job.model.moe else KINDS[:2])
                 for has_head in (False, True)
             },
         )
         return Parts(np.concatenate([seconds, saved], axis=-1), lines, buffers, message_buffer_bytes(jobs("none")))
 
     def _piece(self, name: str, key: tuple[Any, ...], price: Callable[[], Piece]) -> Piece:
-        if (name, *key) not in self._pieces:
-            self._pieces[name, *key] = price()
-        piece: Piece = self._pieces[name, *key]
+        piece: Piece | None = self._pieces.get((name, *key))
+        if piece is None:
+            piece = self._pieces[name, *key] = price()
         return piece
 
     def _probed(self, jobs: Probes) -> Iterator[tuple[int, Any, Job, RankContents]]:
@@ -307,7 +307,7 @@ class PartBook:
         none = np.zeros((len(PROBES), len(MODES), self.line_width))
         for part, modes, job, probe in self._probed(jobs):
             for traffic in traffic_of(job, probe):
-                if not (traffic.in_layer and traffic.count):
+                if not traffic.count:
                     continue
                 run = executed(job, traffic)
                 line = lines.setdefault(_line_key(run), PartLine(none.copy(), run.units_taken)).seconds

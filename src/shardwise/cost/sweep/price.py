@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardwise.collectives.arrays import is_array
-from shardwise.cost.memory.transient import MOMENTS, Moment
+from shardwise.cost.memory.transient import Moment
 from shardwise.cost.step.prediction import length_wait, waiting_share
 from shardwise.cost.step.stage_time import optimizer_seconds
 from shardwise.cost.sweep.columns import CollectiveBook, ColumnBook, ColumnClass, Group
@@ -207,20 +207,40 @@ class _Batch:
 
     def _pieces_of(self, part: slice, wanted: Wanted | None) -> Iterator[TablePiece]:
         """The strategies of some rows, one piece for every way to offload."""
-        import numpy as np
 
         block, numbers = self.block_of_row[part], self.row_numbers[part]
         pipeline, sequences = self.rows.pipeline_seconds[part], self.rows.sequences[part]
         fast = None if wanted is None else self._fast(part, wanted)
         if fast is not None and not fast.any():
             return
-        lengths = np.bincount(block, minlength=len(self.blocks))
-        moments = [self._at_moment(moment, part, lengths) for moment in MOMENTS]
+        halves = self._halves(part)
         for offloaded in self.offloads:
-            memory, host = offloaded.memory_bytes([moment for moment in moments if moment])
+            memory, host = self._memory(offloaded, halves)
             if wanted is not None and fast is not None and not (fast & wanted.fits(memory, host)).any():
                 continue
             yield TablePiece(self, offloaded, part.start, block, numbers, pipeline, memory, host, sequences)
+
+    def _halves(self, part: slice) -> list[tuple[Array, list[RowsAtMoment]]]:
+        """Some rows, without and with kinds of rank whose memory peaks before a backward pass has made its gradients.
+
+        The second take three times the arithmetic.
+        """
+        import numpy as np
+
+        alone = self.rows.passes.alone[:, part].any(axis=0)
+        places = [half for half in (np.flatnonzero(~alone), np.flatnonzero(alone)) if len(half)]
+        return [(half, self._at_moments(part.start + half)) for half in places]
+
+    def _memory(self, offloaded: Offloaded, halves: list[tuple[Array, list[RowsAtMoment]]]) -> tuple[Array, Any]:
+        """On the fullest device and on its host: column × row."""
+        import numpy as np
+
+        memory, host = zip(*(offloaded.memory_bytes(moments) for _, moments in halves))
+        if len(halves) == 1:
+            return memory[0], host[0]
+        in_turn = np.argsort(np.concatenate([places for places, _ in halves]))
+        whole, of_host = np.concatenate(memory, axis=-1).take(in_turn, axis=-1), host[0]
+        return whole, np.concatenate(host, axis=-1).take(in_turn, axis=-1) if is_array(of_host) else of_host
 
     def _fast(self, part: slice, wanted: Wanted) -> Array:
         """The cells that are fast enough without offload, as no way to offload is faster: column × row."""
@@ -234,14 +254,20 @@ class _Batch:
             fast[:, rows] = wanted.is_fast(alone / sequences[rows])
         return fast
 
-    def _at_moment(self, moment: Moment, part: slice, lengths: Array) -> RowsAtMoment | None:
-        """Some rows of the kinds of rank that have such a moment, if there are any."""
+    def _at_moments(self, rows: Array) -> list[RowsAtMoment]:
+        """Some rows at every moment, of the kinds of rank that have it."""
+        import numpy as np
+
         has_head: Any = self.contents.has_head
-        kinds = has_head.any(axis=(1, 2)).nonzero()[0] if moment == "loss" else slice(None)
-        if not isinstance(kinds, slice) and not len(kinds):
-            return None
-        passes = changed(self.rows.passes, lambda rows: rows[kinds, None, part])
-        return RowsAtMoment(moment, passes, kinds, lengths)
+        lengths = np.bincount(self.block_of_row[rows], minlength=len(self.blocks))
+        with_head = has_head.any(axis=(1, 2)).nonzero()[0]
+        kinds_at: dict[Moment, Any] = {"loss": with_head if len(with_head) else None, "layer": slice(None)}
+        here = changed(self.rows.passes, lambda values: values[:, None, rows])
+        return [
+            RowsAtMoment(moment, changed(here, lambda values: values[kinds]), kinds, lengths)
+            for moment, kinds in kinds_at.items()
+            if kinds is not None
+        ]
 
     def sums_more_often(self, offloaded: Sharding) -> bool:
         """Whether gradients that leave the device are summed in more microbatches than those that stay."""

@@ -38,13 +38,21 @@ from shardwise.spec.strategy import Strategy
 
 def tensor_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     """Collectives of the tensor-parallel group, and of the group that splits experts."""
-    traffics: list[Traffic] = []
+    once = replicated_gradient_traffic(job, contents)
+    return [*_split_traffic(job, contents), *once, *in_passes(job, _expert_tensor_traffic(job, contents))]
+
+
+def tensor_traffic_of_passes(job: Job, contents: RankContents) -> list[Traffic]:
+    """All but what is sent once a step."""
+    return [*_split_traffic(job, contents), *in_passes(job, _expert_tensor_traffic(job, contents))]
+
+
+def _split_traffic(job: Job, contents: RankContents) -> list[Traffic]:
+    """Around the split matmuls of the layers, and at the split vocabulary."""
     topology = spanned(job.cluster, group_runs(job.strategy, ("tp",)), "strategy.tp")
-    if topology is not None:
-        traffics += _layer_traffic(job, contents, topology)
-        traffics += _vocabulary_traffic(job, contents, topology)
-        traffics += replicated_gradient_traffic(job, contents)
-    return in_passes(job, traffics + _expert_tensor_traffic(job, contents))
+    if topology is None:
+        return []
+    return in_passes(job, _layer_traffic(job, contents, topology) + _vocabulary_traffic(job, contents, topology))
 
 
 def _blocks(job: Job, contents: RankContents) -> tuple[int, int]:
@@ -283,6 +291,7 @@ def replicated_gradient_traffic(job: Job, contents: RankContents) -> list[Traffi
     replicated = sum(
         count * _replicated_parameters(job, tuning, moe)
         for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True))
+        if count
     )
     if contents.has_embedding and job.model.positions == "learned" and tuning.trains("embedding"):
         replicated += job.model.max_seq * job.model.hidden
