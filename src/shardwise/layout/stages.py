@@ -266,6 +266,11 @@ def _layers_of_stages(job: Job) -> tuple[tuple[int, int], ...]:
 
 def rank_kinds(job: Job, ranks: Iterable[int]) -> dict[RankContents, tuple[int, ...]]:
     """One rank of every kind among ``ranks`` (equal contents take equal time), and all ranks of that kind."""
+    return contents_of_kinds(job, ranks_of_kinds(job, ranks))
+
+
+def ranks_of_kinds(job: Job, ranks: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+    """All ranks of every kind among ``ranks``, which only the stages and their places decide."""
     alike: dict[Any, list[int]] = {}
     stages = _layers_of_stages(job)
     ends = (0, len(stages) - 1)
@@ -274,7 +279,13 @@ def rank_kinds(job: Job, ranks: Iterable[int]) -> dict[RankContents, tuple[int, 
         kind = (_summed(stages, chunks), _summed(stages, held), *(end in chunks for end in ends))
         kind = (*kind, tuned_kinds(job, rank))
         alike.setdefault(kind, []).append(rank)
-    return {_rank_contents(job, members[0], stages): tuple(members) for members in alike.values()}
+    return tuple(map(tuple, alike.values()))
+
+
+def contents_of_kinds(job: Job, kinds: Iterable[tuple[int, ...]]) -> dict[RankContents, tuple[int, ...]]:
+    """The contents of a rank of every kind, with all ranks of it."""
+    stages = _layers_of_stages(job)
+    return {_rank_contents(job, members[0], stages): members for members in kinds}
 
 
 def pipeline_ranks_to_price(job: Job) -> tuple[int, ...]:

@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardwise.collectives.arrays import is_array
-from shardwise.cost.memory.transient import Moment
 from shardwise.cost.step.prediction import length_wait, waiting_share
 from shardwise.cost.step.stage_time import optimizer_seconds
 from shardwise.cost.sweep.columns import CollectiveBook, ColumnBook, ColumnClass, Group
@@ -124,19 +123,41 @@ class TablePricer:
         groups = list(groups)
         classes_of = [self.columns.classes(group) for group in groups]
         self.collectives.price_all()
-        gathered: dict[tuple[Any, ...], list[TableBlock]] = {}
+        gathered: dict[tuple[Any, ...], list[list[TableBlock]]] = {}
         cells: Counter[tuple[Any, ...]] = Counter()
         for group, classes, rows in zip(groups, classes_of, row_tables(groups, self.parts)):
-            for columns in classes if len(rows) else ():
-                block = TableBlock(group, rows, columns)
-                likeness = block.likeness
-                gathered.setdefault(likeness, []).append(block)
-                cells[likeness] += block.cells
-                if cells[likeness] >= CELLS_TO_START:
-                    del cells[likeness]
-                    yield from _Batch(self, gathered.pop(likeness)).pieces(wanted)
-        for blocks in gathered.values():
-            yield from _Batch(self, blocks).pieces(wanted)
+            if not len(rows):
+                continue
+            blocks = [TableBlock(group, rows, columns) for columns in classes]
+            likeness = tuple(block.likeness for block in blocks)
+            gathered.setdefault(likeness, []).append(blocks)
+            cells[likeness] += sum(block.cells for block in blocks)
+            if cells[likeness] >= len(blocks) * CELLS_TO_START:
+                del cells[likeness]
+                yield from self._priced(gathered.pop(likeness), wanted)
+        for alike in gathered.values():
+            yield from self._priced(alike, wanted)
+
+    def _priced(self, blocks: list[list[TableBlock]], wanted: Wanted | None) -> Iterator[TablePiece]:
+        """The classes of columns of several groups, each given as one block for every class."""
+        rows = _Rows([of_group[0].rows for of_group in blocks])
+        for of_class in zip(*blocks):
+            yield from _Batch(self, list(of_class), rows).pieces(wanted)
+
+
+class _Rows:
+    """The rows of several groups, one after the other."""
+
+    def __init__(self, tables: list[RowTable]) -> None:
+        import numpy as np
+
+        lengths = [len(table) for table in tables]
+        self.block_of_row = np.repeat(np.arange(len(tables)), lengths)
+        self.row_numbers = np.concatenate([np.arange(length) for length in lengths])
+        self.block_of_timed = np.repeat(np.arange(len(tables)), [len(table.timed) for table in tables])
+        self.rows = concatenated(tables)
+        # Whether the memory of some kind of rank peaks before a backward pass has made its gradients.
+        self.alone = self.rows.passes.alone.any(axis=0)
 
 
 class _Batch:
@@ -145,7 +166,7 @@ class _Batch:
     Rows come last: they are many, and arrays are fast along their last axis.
     """
 
-    def __init__(self, pricer: TablePricer, blocks: list[TableBlock]) -> None:
+    def __init__(self, pricer: TablePricer, blocks: list[TableBlock], rows: _Rows) -> None:
         import numpy as np
 
         self.job, self.blocks, self.links = pricer.job, blocks, pricer.parts.links
@@ -171,11 +192,8 @@ class _Batch:
             units_taken(self.job, "dp", lines[number].kind, links)
             for (_, number), links in zip(self.present, self.on_links)
         ]
-        lengths = [len(block.rows) for block in blocks]
-        self.block_of_row = np.repeat(np.arange(len(blocks)), lengths)
-        self.row_numbers = np.concatenate([np.arange(length) for length in lengths])
-        self.block_of_timed = np.repeat(np.arange(len(blocks)), [len(block.rows.timed) for block in blocks])
-        self.rows = concatenated([block.rows for block in blocks])
+        self.rows, self.block_of_row, self.row_numbers = rows.rows, rows.block_of_row, rows.row_numbers
+        self.block_of_timed, self.alone = rows.block_of_timed, rows.alone
 
     @cached_property
     def offloads(self) -> list[Offloaded]:
@@ -227,7 +245,7 @@ class _Batch:
         """
         import numpy as np
 
-        alone = self.rows.passes.alone[:, part].any(axis=0)
+        alone = self.alone[part]
         places = [half for half in (np.flatnonzero(~alone), np.flatnonzero(alone)) if len(half)]
         return [(half, self._at_moments(part.start + half)) for half in places]
 
@@ -260,14 +278,15 @@ class _Batch:
 
         has_head: Any = self.contents.has_head
         lengths = np.bincount(self.block_of_row[rows], minlength=len(self.blocks))
-        with_head = has_head.any(axis=(1, 2)).nonzero()[0]
-        kinds_at: dict[Moment, Any] = {"loss": with_head if len(with_head) else None, "layer": slice(None)}
+        with_head = has_head.any(axis=(1, 2)).nonzero()[0].tolist()
         here = changed(self.rows.passes, lambda values: values[:, None, rows])
-        return [
-            RowsAtMoment(moment, changed(here, lambda values: values[kinds]), kinds, lengths)
-            for moment, kinds in kinds_at.items()
-            if kinds is not None
-        ]
+        in_layers = RowsAtMoment("layer", here, slice(None), lengths)
+        if not with_head:
+            return [in_layers]
+        kinds: Any = with_head
+        if len(with_head) == 1:
+            kinds = slice(with_head[0], with_head[0] + 1)  # a view, not a copy
+        return [RowsAtMoment("loss", changed(here, lambda values: values[kinds]), kinds, lengths), in_layers]
 
     def sums_more_often(self, offloaded: Sharding) -> bool:
         """Whether gradients that leave the device are summed in more microbatches than those that stay."""

@@ -32,7 +32,8 @@ F, I, W = ActionKind.F, ActionKind.I, ActionKind.W  # noqa: E741
 _UNITS = 6  # of a block, and from one microbatch to the next
 # The six actions of a block. Forwards and input gradients are due in this order.
 _STEPS = ((F, "down"), (F, "back"), (I, "back"), (I, "down"), (W, "back"), (W, "down"))
-_ENTERS, _LEAVES, _WEIGHT_GRADIENTS = 0, 3, (4, 5)
+_ALL_STEPS, _FORWARDS, _PASSES, _WEIGHT_GRADIENTS = range(6), range(2), range(4), range(4, 6)
+_ENTERS, _LEAVES = 0, 3
 _NEVER = 1 << 60
 
 Starts: TypeAlias = tuple[int, int, int, int]  # of the first four steps, for the first microbatch
@@ -96,8 +97,11 @@ class _BlockRank:
     ) -> None:
         stage_of = {"down": rank, "back": 2 * ranks - 1 - rank}
         self.steps = [(kind, stage_of[way]) for kind, way in _STEPS]
+        # By step: the counts of microbatches done, of its own stage and of those that it waits for.
+        self.done = [(progress[kind], stage) for kind, stage in self.steps]
+        self.inputs = [_inputs(kind, stage, progress) for kind, stage in self.steps]
         self.due = list(_with_weight_gradients(starts))
-        self.microbatches, self.limit, self.progress = microbatches, limit, progress
+        self.microbatches, self.limit = microbatches, limit
         self.held = self.most_held = 0
         self.made: list[Action] = []
 
@@ -108,49 +112,58 @@ class _BlockRank:
 
     def due_first(self) -> int | None:
         """The step to run now, or None if it has to wait."""
-        due = self.due
-        all_entered, one_left = due[_ENTERS] == _NEVER, self.progress[I][self.steps[_LEAVES][1]] > 0
-        if one_left and not all_entered:
+        due, (left, last) = self.due, self.done[_LEAVES]
+        all_entered = due[_ENTERS] == _NEVER
+        if left[last] and not all_entered:
             step = due.index(min(due))
             return step if self._can_run(step) else None
-        left = sorted(range(len(due)), key=due.__getitem__)
-        if all_entered:
-            left.sort(key=_WEIGHT_GRADIENTS.__contains__)
-        for step in left:
-            if due[step] != _NEVER and self._can_run(step):
-                return step
+        for steps in (_PASSES, _WEIGHT_GRADIENTS) if all_entered else (_ALL_STEPS,):
+            first, when = None, _NEVER
+            for step in steps:
+                if due[step] < when and self._can_run(step):
+                    first, when = step, due[step]
+            if first is not None:
+                return first
         return None
 
     def _can_run(self, step: int) -> bool:
-        kind, stage = self.steps[step]
-        microbatch = self.progress[kind][stage]
-        if kind is W:
-            return self.progress[I][stage] > microbatch
-        if kind is F:
-            has_input = stage == 0 or self.progress[F][stage - 1] > microbatch
-            return has_input and self.held + 1 + self._overtaken(step) <= self.limit
-        is_last = stage == len(self.progress[I]) - 1
-        return self.progress[F][stage] > microbatch and (is_last or self.progress[I][stage + 1] > microbatch)
+        counts, stage = self.done[step]
+        microbatch = counts[stage]
+        for inputs, before in self.inputs[step]:
+            if inputs[before] <= microbatch:
+                return False
+        return step not in _FORWARDS or self.held + self._overtaken(step) < self.limit
 
     def _overtaken(self, step: int) -> int:
         """Forwards on the other way that are due before this one and have not run."""
         other = 1 - step
-        _, stage = self.steps[other]
         units_earlier = self.due[step] - self.due[other]
-        left = self.microbatches - self.progress[F][stage]
-        return max(0, min(left, -(-units_earlier // _UNITS)))
+        if units_earlier <= 0:
+            return 0
+        counts, stage = self.done[other]
+        return min(self.microbatches - counts[stage], -(-units_earlier // _UNITS))
 
     def run(self, step: int) -> None:
         kind, stage = self.steps[step]
-        microbatch = self.progress[kind][stage]
+        counts, _ = self.done[step]
+        microbatch = counts[stage]
         self.made.append(Action(kind, stage, microbatch))
-        self.progress[kind][stage] += 1
+        counts[stage] += 1
         self.due[step] = self.due[step] + _UNITS if microbatch + 1 < self.microbatches else _NEVER
         if kind is F:
             self.held += 1
             self.most_held = max(self.most_held, self.held)
         elif kind is W:
             self.held -= 1
+
+
+def _inputs(kind: ActionKind, stage: int, progress: dict[ActionKind, list[int]]) -> list[tuple[list[int], int]]:
+    if kind is F:
+        return [(progress[F], stage - 1)] if stage else []
+    if kind is W:
+        return [(progress[I], stage)]
+    is_last = stage == len(progress[I]) - 1
+    return [(progress[F], stage), *(() if is_last else [(progress[I], stage + 1)])]
 
 
 def _with_weight_gradients(starts: Starts) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from shardwise.cost.sweep.columns import Group, LayerChoice, RecomputeChoice, Sc
 from shardwise.layout.groups import expert_runs, expert_tensor_runs, group_runs
 from shardwise.layout.network import spanned
 from shardwise.layout.sharding import dense_ranks, expert_ranks
-from shardwise.layout.stages import rank_kinds
+from shardwise.layout.stages import contents_of_kinds, ranks_of_kinds
 from shardwise.planner.constraints import OFFLOADS, Constraints
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
@@ -411,12 +411,18 @@ class Space:
     def _rank_kinds(self, base: Strategy, choice: ScheduleChoice) -> Any:
         """The distinct kinds of ranks and their members, computed once for all schedules with the same stages."""
         strategy = base.unchecked(**vars(choice))
-        placed = strategy.schedule_record.placement
-        key = (base.tp, base.ep, base.expert_tp, base.pp, strategy.chunks_per_rank, placed, choice.stage_layers)
+        stages = (base.pp, strategy.chunks_per_rank, strategy.schedule_record.placement, choice.stage_layers)
+        key = (base.tp, base.ep, base.expert_tp, *stages)
         if key not in self._kinds:
-            kinds = rank_kinds(self.job.unchecked(strategy=strategy), range(base.pp))
-            self._kinds[key] = tuple(kinds.items())
+            job = self.job.unchecked(strategy=strategy)
+            if stages not in self._members:
+                self._members[stages] = ranks_of_kinds(job, range(base.pp))
+            self._kinds[key] = tuple(contents_of_kinds(job, self._members[stages]).items())
         return self._kinds[key]
+
+    @cached_property
+    def _members(self) -> dict[Any, tuple[tuple[int, ...], ...]]:
+        return {}
 
     @cached_property
     def _kinds(self) -> dict[Any, Any]:
