@@ -103,10 +103,12 @@ class Job(Spec):
         outermost context ends. Weights that ZeRO shards are gathered in 16 bits and need none, nor does a frozen base
         of 16 bits, whose hidden states have its format.
         """
+        if not self.stack.autocast or self.strategy.zero:
+            return False
         mixed = self.training.recipe.master > 0 and self.training.recipe.compute in ("bf16", "fp16")
         fp32_weights = self.stack.sharded_parameters == "fp32" and self.stack.masters != "none"
         narrow_base = self.training.freezes and self.training.base_precision != "computed"
-        return self.stack.autocast and mixed and fp32_weights and not narrow_base and self.strategy.zero == 0
+        return mixed and fp32_weights and not narrow_base
 
     @property
     def whole_masters(self) -> bool:

@@ -44,10 +44,14 @@ class Seconds:
         return self.forward + self.input_gradient + self.weight_gradient
 
     def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(*(own + more for own, more in zip(self.passes, other.passes)))
+        return Seconds(
+            self.forward + other.forward,
+            self.input_gradient + other.input_gradient,
+            self.weight_gradient + other.weight_gradient,
+        )
 
     def __mul__(self, factor: float) -> Seconds:
-        return Seconds(*(seconds * factor for seconds in self.passes))
+        return Seconds(self.forward * factor, self.input_gradient * factor, self.weight_gradient * factor)
 
     def with_weights_at_once(self, share: float) -> Seconds:
         """A ``share`` of the weight gradients is computed with the input gradients, whatever the schedule says."""

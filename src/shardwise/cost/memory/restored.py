@@ -18,7 +18,9 @@ def restored_bytes(job: Job, *, moe: bool) -> float:
 
     Where the MLP is in pieces, the two together are the most of its backward pass and of that of attention.
     """
-    restored = layer_activation_bytes(job, moe=moe, recompute="none") - layer_activation_bytes(job, moe=moe)
+    restored = 0.0
+    if job.strategy.recompute != "none":
+        restored = layer_activation_bytes(job, moe=moe, recompute="none") - layer_activation_bytes(job, moe=moe)
     tokens, width = int(job.microbatch_tokens), job.model.ffn
     if moe or not computes_mlp_in_pieces(job) or mlp_tokens_at_once(tokens, width) >= tokens:
         return restored
