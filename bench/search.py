@@ -1,5 +1,7 @@
 """How fast the planner prices strategies: two large searches, and one of them as the cluster grows.
 
+Counted are all strategies whose memory is priced; their time is, unless their pipeline alone is slower than what the
+search keeps.
 Exits with 1 where a search is slower than its target or the process needs too much memory.
 """
 

@@ -165,7 +165,7 @@ def test_a_mask_marks_the_cells_that_match_one_by_one(number: int, idle: bool) -
         for piece in random.sample(pieces, 4):
             cells = mask.cells(piece)
             for _ in range(8):
-                column, row = (random.randrange(size) for size in piece.step_seconds.shape)
+                column, row = (random.randrange(size) for size in piece.memory_bytes.shape)
                 strategy = piece.strategy(column, row)
                 matched = cells is not None and bool(cells[column, row])
                 by_itself = [has(strategy, *one) if matters(strategy, one[0]) else idle for one in entry.items()]
@@ -179,7 +179,7 @@ def test_an_order_is_told_apart_only_where_ranks_move() -> None:
     mask = Mask({"order": Allowed((("tp", "cp", "pp", "dp"),))}, idle=True)
     for piece in pieces[::7]:
         cells = mask.cells(piece)
-        for row in range(0, piece.step_seconds.shape[1], 97):
+        for row in range(0, piece.memory_bytes.shape[1], 97):
             strategy = piece.strategy(0, row)
             alike = strategy.order != ("tp", "cp", "dp", "pp") or 1 in (strategy.pp, strategy.data_parallel)
             assert (cells is not None and bool(np.all(cells[:, row]))) == alike

@@ -14,7 +14,7 @@ from shardwise.cost.step.stage_time import optimizer_seconds
 from shardwise.cost.sweep.columns import CollectiveBook, ColumnBook, ColumnClass, Group
 from shardwise.cost.sweep.offloaded import Offloaded, RowsAtMoment, StepEnd, by_row
 from shardwise.cost.sweep.parts import PartBook
-from shardwise.cost.sweep.rows import RowTable, TimedRows, changed, concatenated, row_tables
+from shardwise.cost.sweep.rows import RowTable, TimedRows, beside_columns, changed, concatenated, row_tables
 from shardwise.cost.traffic.data import DataLine, SentParameters, data_lines, tensors_of, wire_bytes
 from shardwise.cost.traffic.execution import units_taken
 from shardwise.cost.traffic.traffic import (
@@ -140,12 +140,12 @@ class TablePricer:
 
     def _priced(self, blocks: list[list[TableBlock]], wanted: Wanted | None) -> Iterator[TablePiece]:
         """The classes of columns of several groups, each given as one block for every class."""
-        rows = _Rows([of_group[0].rows for of_group in blocks])
+        rows = _BatchRows([of_group[0].rows for of_group in blocks])
         for of_class in zip(*blocks):
             yield from _Batch(self, list(of_class), rows).pieces(wanted)
 
 
-class _Rows:
+class _BatchRows:
     """The rows of several groups, one after the other."""
 
     def __init__(self, tables: list[RowTable]) -> None:
@@ -166,7 +166,7 @@ class _Batch:
     Rows come last: they are many, and arrays are fast along their last axis.
     """
 
-    def __init__(self, pricer: TablePricer, blocks: list[TableBlock], rows: _Rows) -> None:
+    def __init__(self, pricer: TablePricer, blocks: list[TableBlock], rows: _BatchRows) -> None:
         import numpy as np
 
         self.job, self.blocks, self.links = pricer.job, blocks, pricer.parts.links
@@ -239,15 +239,18 @@ class _Batch:
             yield TablePiece(self, offloaded, part.start, block, numbers, pipeline, memory, host, sequences)
 
     def _halves(self, part: slice) -> list[tuple[Array, list[RowsAtMoment]]]:
-        """Some rows, without and with kinds of rank whose memory peaks before a backward pass has made its gradients.
+        """Some rows, apart from those with a kind of rank whose memory peaks before its gradients are complete.
 
-        The second take three times the arithmetic.
+        These take three times the arithmetic; where nearly all do, none is kept apart.
         """
         import numpy as np
 
         alone = self.alone[part]
-        places = [half for half in (np.flatnonzero(~alone), np.flatnonzero(alone)) if len(half)]
-        return [(half, self._at_moments(part.start + half)) for half in places]
+        others = np.flatnonzero(~alone)
+        if len(others) < len(alone) / 4:
+            return [(np.arange(len(alone)), self._at_moments(part))]
+        halves = [half for half in (others, np.flatnonzero(alone)) if len(half)]
+        return [(half, self._at_moments(part.start + half)) for half in halves]
 
     def _memory(self, offloaded: Offloaded, halves: list[tuple[Array, list[RowsAtMoment]]]) -> tuple[Array, Any]:
         """On the fullest device and on its host: column × row."""
@@ -272,14 +275,14 @@ class _Batch:
             fast[:, rows] = wanted.is_fast(alone / sequences[rows])
         return fast
 
-    def _at_moments(self, rows: Array) -> list[RowsAtMoment]:
+    def _at_moments(self, rows: slice | Array) -> list[RowsAtMoment]:
         """Some rows at every moment, of the kinds of rank that have it."""
         import numpy as np
 
         has_head: Any = self.contents.has_head
         lengths = np.bincount(self.block_of_row[rows], minlength=len(self.blocks))
         with_head = has_head.any(axis=(1, 2)).nonzero()[0].tolist()
-        here = changed(self.rows.passes, lambda values: values[:, None, rows])
+        here = changed(self.rows.passes, lambda values: beside_columns(values, rows))
         in_layers = RowsAtMoment("layer", here, slice(None), lengths)
         if not with_head:
             return [in_layers]

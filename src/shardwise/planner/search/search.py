@@ -56,7 +56,7 @@ class Search:
     """The result of a search: how many strategies it priced, and the best of them."""
 
     priced: int = 0
-    """Of all of them the memory; the time of those that may, by their pipelines alone, beat what is kept."""
+    """The memory of all; the time of those whose pipeline alone is faster than what is kept."""
     excluded: int = 0  # ruled out by the user
     unsupported: int = 0  # not run by our engine
     too_large: int = 0  # too large for a device
