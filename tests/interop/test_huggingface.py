@@ -159,6 +159,7 @@ def test_a_mistake_in_the_language_model_names_its_place() -> None:
         ({"model_type": "nemotron", "hidden_act": "relu3"}, "hidden_act"),
         ({"model_type": "stablelm", "qk_layernorm": True}, "qk_layernorm"),
         ({"model_type": "stablelm", "use_parallel_residual": "no"}, "use_parallel_residual"),
+        ({"model_type": "ministral3", "rope_parameters": {"llama_4_scaling_beta": "x"}}, "rope_scaling"),
         ({"model_type": "cwm", "rope_scaling": []}, "rope_scaling"),
         ({"model_type": "opt", "hidden_size": 1024, "word_embed_proj_dim": 512}, "word_embed_proj_dim"),
         ({"model_type": "opt", "do_layer_norm_before": False}, "do_layer_norm_before"),

@@ -118,6 +118,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                                  "layer_types": ["full_attention"] * 3}),
     "ministral": ("Ministral", {**SMALL, **NO_PAD, "head_dim": 16, "sliding_window": 5, "layer_types": [
         "full_attention", "sliding_attention", "sliding_attention"]}),
+    "ministral3": ("Ministral3", {**SMALL, **NO_PAD, "head_dim": 16, "rope_parameters": {
+        **YARN, "original_max_position_embeddings": 6, "rope_theta": 100.0, "llama_4_scaling_beta": 0.4}}),
     "cwm": ("Cwm", {**SMALL, **NO_PAD, "bos_token_id": 0, "head_dim": 16, "num_hidden_layers": 5, "sliding_window": 5}),
     "gpt-neox": ("GPTNeoX", {**SMALL, "rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.5,
                                                           "rope_type": "default"}}),
@@ -168,7 +170,8 @@ def build(case: str) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.3 * noise if "norm" in name or "ln_" in name else 0.2 * noise)
+            scales = ("norm" in name or "ln_" in name) and name.endswith("weight")
+            parameter.copy_(1 + 0.3 * noise if scales else 0.2 * noise)
         for name, buffer in model.named_buffers():
             if "correction_bias" in name:
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))

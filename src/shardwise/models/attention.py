@@ -149,11 +149,12 @@ def _yarn_growth(factor: float, mscale: float) -> float:
 
 
 def query_growth(model: Model, positions: Tensor) -> Tensor | None:
-    """The factor of queries in layers without rope (arXiv 2501.19399, as in Llama 4) at ``positions`` [batch, seq]."""
+    """The factor of queries along long sequences (arXiv 2501.19399, as in Llama 4) at ``positions`` [batch, seq]."""
     scale, floor = model.numerics.long_query_scale, model.numerics.long_query_floor
     if scale is None:
         return None
-    return (1 + scale * torch.log1p(torch.floor((positions.float() + 1) / floor)))[:, :, None, None]
+    first = 1 if model.numerics.long_query_layers == "without-rope" else 0
+    return (1 + scale * torch.log1p(torch.floor((positions.float() + first) / floor)))[:, :, None, None]
 
 
 def grown(query: Tensor, arguments: AttentionArguments) -> Tensor:

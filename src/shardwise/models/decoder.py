@@ -111,7 +111,7 @@ class Decoder(nn.Module):
         packed = Packed.of(documents, most_documents)
         chunks = self._chunks(places, packed, whole=positions is None)
         softcap, scale = self.model.numerics.attention_softcap, attention_scale(self.model)
-        growth = query_growth(self.model, places)
+        growth, growing = query_growth(self.model, places), self.model.numerics.long_query_layers == "with-rope"
 
         def run(index: int, layer: nn.Module, states: Tensor, *more: Tensor) -> Tensor:
             record = self.model.every_layer[index]
@@ -119,7 +119,7 @@ class Decoder(nn.Module):
             window, (numbers, bounds, _) = self.model.sliding_window, chunks if record.mixer == "chunk" else packed
             keys = None if token_keys is None else keys_in_layer(token_keys, index)
             seen = (self.model.causal, window if windowed else None, scale, numbers, positions, bounds, softcap)
-            factor = None if record.rotary else growth
+            factor = growth if record.rotary == growing else None
             arguments = AttentionArguments(*seen, query_factor=factor, token_keys=keys)
             turned = (windowed_rotation if windowed else rotation) if record.rotary else None
             result: Tensor = layer(states, turned, arguments, *more)

@@ -110,6 +110,8 @@ class Numerics(Spec):
     4, arXiv 2501.19399)."""
     long_query_floor: int = count(8192, maximum=2**30)
     """That floor: the first tokens, whose queries do not grow."""
+    long_query_layers: Literal["without-rope", "with-rope"] = "without-rope"
+    """The layers whose queries grow; those `with-rope` count positions in that formula from -1 (Ministral 3)."""
     clip_qkv: float | None = setting(None, above=0)
     """Bound of queries, keys and values (OLMo)."""
     renormalise_top_k: bool = True

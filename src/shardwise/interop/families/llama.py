@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
 from shardwise.interop import keys
 from shardwise.interop.families.shared import BIAS, GROUPED, NUMERICS, RMS, SILU, WINDOW
-from shardwise.interop.keys import Family, key, with_defaults
+from shardwise.interop.keys import Config, Family, key, with_defaults
 from shardwise.interop.tensor_names import ATTENTION, MLP, experts_in, stored_as
+from shardwise.spec.model import Model
+
+
+def _growing(name: str) -> Callable[[Any, Config], Any]:
+    """A reader of what Ministral 3 keeps among its rotary parameters: how queries grow along a sequence."""
+
+    def read(value: Any, config: Config) -> Any:
+        given = config.get("rope_parameters") or config["rope_scaling"]
+        return given.get(name) if isinstance(given, Mapping) else None
+
+    return read
+
+
+def _write_growing(value: Any, model: Model) -> dict[str, Any]:
+    numerics = model.numerics
+    written = keys.write_scaling(numerics.rope_scaling, model) or {"rope_type": "default"}
+    grown = {"llama_4_scaling_beta": numerics.long_query_scale}
+    return {**written, "original_max_position_embeddings": numerics.long_query_floor, **grown}
+
 
 # fmt: off
 _LLAMA = Family(
@@ -40,6 +63,29 @@ _MINISTRAL = Family(
     tensors=stored_as("MinistralForCausalLM", ATTENTION, MLP),
     layers=keys.listed_layers_or_usual,
 )
+_MINISTRAL_3_SCALING = {
+    "type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384, "beta_fast": 32.0,
+    "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
+}
+_MINISTRAL_3_ROPE = replace(keys.rope_scaling(usual=_MINISTRAL_3_SCALING), write=_write_growing)
+_MINISTRAL_3 = Family(
+    "ministral3",
+    with_defaults(
+        {
+            **GROUPED, **SILU, **WINDOW, **NUMERICS,
+            "numerics.rope_scaling": _MINISTRAL_3_ROPE,
+            "numerics.long_query_scale": replace(_MINISTRAL_3_ROPE, read=_growing("llama_4_scaling_beta")),
+            "numerics.long_query_floor": key(
+                "max_position_embeddings", 262144,
+                read=_growing("original_max_position_embeddings"), write=lambda value, model: model.max_seq,
+            ),
+        },
+        layers=34, kv_heads=8, head_dim=128, ffn=14336, vocab=131072, max_seq=262144,
+        **{"numerics.norm_epsilon": 1e-5, "numerics.rope_theta": 1e6},
+    ),
+    {**RMS, "numerics.long_query_layers": "with-rope"},
+    tensors=stored_as("Ministral3ForCausalLM", ATTENTION, MLP),
+)
 _LLAMA_3_SCALING = {
     "rope_type": "llama3", "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
     "original_max_position_embeddings": 8192,
@@ -63,5 +109,5 @@ _CWM = Family(
     ),
 )
 
-FAMILIES = (_LLAMA, _MISTRAL, _MIXTRAL, _MINISTRAL, _CWM)
+FAMILIES = (_LLAMA, _MISTRAL, _MIXTRAL, _MINISTRAL, _MINISTRAL_3, _CWM)
 # fmt: on
