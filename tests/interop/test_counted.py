@@ -33,6 +33,8 @@ from tables import table
 transformers = pytest.importorskip("transformers")
 FAMILIES = sorted(transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 QUICK = ("qwen3_next", "mamba2", "deepseek_v32", "gemma3n_text", "zamba2")
+INDEXER = {"indexer_budget": 2048, "indexer_compress_ratio": 4, "indexer_n_heads": 16, "indexer_kv_heads": 1,
+           "indexer_head_dim": 256}  # fmt: skip
 # What the published configurations of these families say, and defaults alone do not.
 NEEDED: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -40,12 +42,15 @@ NEEDED: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 5e5, "kv_n_heads": 8, "clip_qkv": 8}},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
-    "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}},
+    "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0,
+                                         "vocab_size_per_layer_input": 0}},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
+    "qwen4_exp": {"text_config": {"model_type": "qwen4_exp_text", **INDEXER}},
+    "qwen4_exp_text": INDEXER,
     "reformer": {"is_decoder": True},
 }  # fmt: skip
 # Not decoders of text alone, or without defaults that make one.

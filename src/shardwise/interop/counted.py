@@ -40,7 +40,8 @@ from shardwise.spec.parameters import embedding_parameters, head_parameters, lay
 
 SECONDS = 180.0  # of all; the process gives itself fewer of processor time
 _BARE = "give ⟨params=13B⟩ ⟨layers=40⟩ ⟨hidden=5120⟩"
-_EVEN = 64  # features of an MLP that stands for matrices of other sizes: a multiple, for tensor parallelism
+# Features of MLPs, and of experts, that stand for matrices of other sizes: multiples, which ranks and kernels divide.
+_EVEN, _EVEN_EXPERT = 64, 16
 _LONGEST_LIST = 4 * MOST_LAYERS
 _LONG_SEQUENCE = 8192  # at which FLOPs of scores below a hundredth of the others are left out
 # The sizes that make a network large: least and most.
@@ -312,12 +313,12 @@ def _with_mlps(model: Model, counts: Counts) -> Model:
     router, chosen = model.hidden * experts, min(counts.shape["top_k"] or experts, experts)
     routed = [layer for layer in layers if layer.experts]
     plain = [layer for layer in layers if not layer.experts]
-    inner = _width(_mean(layer.in_experts for layer in routed), experts * each)
+    inner = _width(_mean(layer.in_experts for layer in routed), experts * each, _EVEN_EXPERT)
     shared = _width(_mean(layer.matrices for layer in routed) - attention - router, each)
     dense = _width(_mean(layer.matrices for layer in plain) - attention, each) if plain else inner
     if min(inner, shared + 1, dense) < 1:  # some layers have less than the mean attention
         shared = _width(_mean(layer.matrices for layer in layers) - attention - router, each)
-        dense = inner = _width(_mean(layer.in_experts for layer in layers), experts * each)
+        dense = inner = _width(_mean(layer.in_experts for layer in layers), experts * each, _EVEN_EXPERT)
         routed = list(layers)
     mixture = MixtureOfExperts(experts=experts, top_k=chosen, ffn=max(1, inner), shared_ffn=max(0, shared))
     model = replace(model, ffn=max(1, dense), moe=mixture)
@@ -371,10 +372,10 @@ def _weights(matrices: tuple[Matrix, ...]) -> int:
     return sum(matrix.parameters for matrix in matrices)
 
 
-def _width(weights: int, each: int) -> int:
+def _width(weights: int, each: int, multiple: int = _EVEN) -> int:
     """The features that so many weights make; where they make no whole number, so many that ranks can divide them."""
     width, left = divmod(weights, each)
-    return width - width % _EVEN if width > _EVEN and (left or width % 16) else width
+    return width - width % multiple if width > multiple and (left or width % 16) else width
 
 
 def _each_feature(model: Model) -> int:

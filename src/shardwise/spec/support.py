@@ -266,7 +266,7 @@ MATRIX: tuple[Finding, ...] = (
            "only latent attention has up-projections that can be recomputed on their own", *_FEWER_OPERATORS),
     # What our decoder does not build; a user's own module, under `parallelize`, may have it.
     *_each("counted", "priced only", "its code was counted, and decoders are built from a description",
-           "shardwise.parallelize, with the network itself", "model"),
+           "shardwise.parallelize with the network itself", "model"),
     *_each("other-norms", "priced only",
            "layers are built with two norms (before or after attention and MLP) or four, parallel ones with 1 or 2",
            "norms_per_layer: 2", "model.norms_per_layer"),

@@ -120,7 +120,7 @@ OF_MODEL: dict[str, OfModel] = {
     "encoder": lambda m: not m.causal,
     "plain-attention": lambda m: m.mla is None,
     "mtp": lambda m: m.mtp_layers > 0,
-    "other-norms": lambda m: m.norms_per_layer not in ((1, 2) if m.parallel_block else (2, 4)),
+    "other-norms": lambda m: m.counted is None and m.norms_per_layer not in ((1, 2) if m.parallel_block else (2, 4)),
     "wide-layer-norm": lambda m: m.qk_norm_whole and m.norm == "layernorm",
     "counted": lambda m: m.counted is not None,
     "longrope": lambda m: m.numerics.rope_scaling is not None and m.numerics.rope_scaling.kind == "longrope",

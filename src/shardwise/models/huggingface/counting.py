@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip().rstrip(":") for line in str(error).splitlines() if line.strip()]
     return ": ".join(lines[-2:])[:200] or type(error).__name__
 
 
