@@ -12,7 +12,7 @@ from shardwise.api.given import JobArguments
 from shardwise.api.quantities import whole_number
 from shardwise.collectives.cost import check_algorithm
 from shardwise.interop.jobs import model_notes, priced_model_from, read_job_fields
-from shardwise.interop.kinds import other_framework
+from shardwise.interop.kinds import other_framework, require_job
 from shardwise.planner.automatic import decided
 from shardwise.spec import presets
 from shardwise.spec.bare import BareNumbers, StandIn
@@ -156,7 +156,9 @@ def source_of(arguments: JobArguments) -> Mapping[str, Any] | Configuration:
         return arguments.source
     framework = other_framework(arguments.file)
     if framework is None:
-        return read_job_fields(arguments.file)
+        fields = read_job_fields(arguments.file)
+        require_job(fields, arguments.file)
+        return fields
     from shardwise.interop.frameworks import configuration_in
 
     return configuration_in(arguments.file, framework)

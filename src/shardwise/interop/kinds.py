@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from shardwise.interop.recognise import CONFIG, JOB, own_kind, suffix_of
+from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.files import MOST_IN_CONFIGURATION, bounded_text
+from shardwise.spec.job import Job
 
 
 def kind_of(text: str, name: str = "") -> str:
@@ -30,3 +35,17 @@ def other_framework(path: Path | str) -> str | None:
         return None
     kind = JOB if text is None else kind_of(text, str(path))
     return None if kind in (JOB, CONFIG) else kind
+
+
+def require_job(data: Mapping[str, Any], name: str) -> None:
+    """Raises SpecError for a file that was read as a job because it is no other, and has none of a job's fields."""
+    known = [field.name for field in fields(Job)]
+    misspelt = all(nearest_name(str(key), known).startswith("did you mean") for key in data)
+    if misspelt or any(key in known for key in data):
+        return
+    from shardwise.interop.frameworks import READERS
+
+    keys = ", ".join(shown(key).strip("'") for key in list(data)[:3])
+    others = ", ".join(f"{reader.title} ({reader.signature[0]})" for reader in READERS.values())
+    problem = f"has {keys}, but no field of a job ({', '.join(known[:3])}, ...), nor what marks a file of {others}"
+    raise SpecError(Path(name).name, problem, "write a job file (`shardwise plan --out job.yaml` does)")

@@ -22,7 +22,7 @@ from shardwise.interop.frameworks import READERS, Configuration
 from shardwise.interop.hub_cache import download
 from shardwise.interop.huggingface import left_out
 from shardwise.interop.jobs import job_fields_in, located
-from shardwise.interop.kinds import kind_of
+from shardwise.interop.kinds import kind_of, require_job
 from shardwise.interop.recognise import CONFIG, JOB, is_hf_config
 from shardwise.spec import presets
 from shardwise.spec.clusters import cluster_from
@@ -226,6 +226,7 @@ def _of_config(text: str, name: str, beside: Mapping[str, Any]) -> _Made:
 
 def _of_job(text: str, name: str, beside: Mapping[str, Any]) -> _Made:
     fields = job_fields_in(text, name)
+    require_job(fields, name or "the file")
     check_references(fields)
     place = {} if fields.get("cluster") is not None else _named(beside, *_PLACE)
     model = {} if fields.get("model") is not None else _named(beside, "model")

@@ -360,6 +360,21 @@ def test_a_value_that_cannot_be_honoured_is_one_line(name: str, changes: dict[st
     assert refused.value.field.startswith(word)
 
 
+@pytest.mark.parametrize("text", ["trainer: {nnodes: 2}\nactor: {path: a}\n", "- 1\n", "{}\n"])
+def test_a_file_that_is_none_of_these_is_one_line(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "other.yaml"
+    file.write_text(text)
+    line = error_line(run("analyze", str(file), "--cluster", "dgx-h100"))
+    if "trainer" in text:
+        assert "has trainer, actor" in line and all(reader.title in line for reader in READERS.values())
+
+
+def test_a_misspelt_job_file_is_still_one(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("modell: llama3-8b\n")
+    assert "model" in error_line(run("analyze", str(file), "--cluster", "dgx-h100"))
+
+
 def test_a_deepspeed_file_beside_the_recipe_is_read(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"}')
     file = tmp_path / "recipe.yaml"
