@@ -12,7 +12,7 @@ from shardwise.api.given import JobArguments
 from shardwise.api.quantities import whole_number
 from shardwise.collectives.cost import check_algorithm
 from shardwise.interop.jobs import model_notes, priced_model_from, read_job_fields
-from shardwise.interop.kinds import other_framework, require_job
+from shardwise.interop.kinds import other_framework, require_job, require_readable_script
 from shardwise.planner.automatic import decided
 from shardwise.spec import presets
 from shardwise.spec.bare import BareNumbers, StandIn
@@ -156,6 +156,7 @@ def source_of(arguments: JobArguments) -> Mapping[str, Any] | Configuration:
         return arguments.source
     framework = other_framework(arguments.file)
     if framework is None:
+        require_readable_script(arguments.file)
         fields = read_job_fields(arguments.file)
         require_job(fields, arguments.file)
         return fields

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -49,3 +50,21 @@ def require_job(data: Mapping[str, Any], name: str) -> None:
     others = ", ".join(f"{reader.title} ({reader.signature[0]})" for reader in READERS.values())
     problem = f"has {keys}, but no field of a job ({', '.join(known[:3])}, ...), nor what marks a file of {others}"
     raise SpecError(Path(name).name, problem, "write a job file (`shardwise plan --out job.yaml` does)")
+
+
+_CONFIGURATIONS = re.compile(r"[\w./-]+\.(?:ya?ml|json|toml)\b")
+
+
+def require_readable_script(path: Path | str) -> None:
+    """Raises SpecError for a script that starts something whose options no framework here has."""
+    text = bounded_text(Path(path), MOST_IN_CONFIGURATION)
+    if text is None or suffix_of(text, str(path)) != ".sh":
+        return
+    from shardwise.interop.frameworks import starts_another
+
+    started = starts_another(text)
+    if started is None:
+        return
+    named = sorted(set(_CONFIGURATIONS.findall(text)))
+    remedy = f"give the file that it names: {' or '.join(named[:3])}" if named else "describe the job in a job file"
+    raise SpecError(Path(path).name, f"starts {shown(started)}, whose options are not read (Megatron-LM's are)", remedy)

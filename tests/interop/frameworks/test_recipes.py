@@ -369,6 +369,24 @@ def test_a_file_that_is_none_of_these_is_one_line(tmp_path: Path, text: str) -> 
         assert "has trainer, actor" in line and all(reader.title in line for reader in READERS.values())
 
 
+@pytest.mark.parametrize(
+    ("script", "started", "named"),
+    [
+        ("deepspeed finetune.py --model_name_or_path a --deepspeed ds.json --lr 1", "finetune.py", "ds.json"),
+        ("torchrun --nproc_per_node 8 train.py --foo 1 --bar 2", "train.py", "a job file"),
+        ("#!/bin/bash\naxolotl train config.yml", "axolotl", "config.yml"),
+        ("accelerate launch --config_file fsdp.yaml train.py", "train.py", "fsdp.yaml"),
+    ],
+)
+def test_a_script_of_another_tool_is_not_judged_as_megatrons(
+    tmp_path: Path, script: str, started: str, named: str
+) -> None:
+    file = tmp_path / "launch.sh"
+    file.write_text(script + "\n")
+    line = error_line(run("analyze", str(file), "--cluster", "dgx-h100"))
+    assert f"starts '{started}'" in line and named in line
+
+
 def test_a_misspelt_job_file_is_still_one(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text("modell: llama3-8b\n")

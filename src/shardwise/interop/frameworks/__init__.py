@@ -6,6 +6,7 @@ understands one. A new framework is one file with a table, its option names unde
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from shardwise.interop.frameworks.accelerate import ACCELERATE
 from shardwise.interop.frameworks.axolotl import AXOLOTL
 from shardwise.interop.frameworks.colossalai import COLOSSALAI
 from shardwise.interop.frameworks.deepspeed import DEEPSPEED
+from shardwise.interop.frameworks.documents import command_words
 from shardwise.interop.frameworks.gpt_neox import GPT_NEOX
 from shardwise.interop.frameworks.job_fields import Exported, Imported, Lost, effective_fields
 from shardwise.interop.frameworks.litgpt import LITGPT
@@ -36,7 +38,7 @@ from shardwise.spec.training import RECIPES
 
 __all__ = ["READERS", "TARGETS", "Configuration", "Exported", "Imported", "Lost", "Target", "as_run_by", "can_run",
            "configuration_in", "export", "framework_of", "lacking", "matching_precision", "own_stack", "read",
-           "recognised", "target"]  # fmt: skip
+           "recognised", "starts_another", "target"]  # fmt: skip
 
 TARGETS: dict[str, Target] = {
     framework.name: framework for framework in (DEEPSPEED, MEGATRON, TORCHTITAN, ACCELERATE, NANOTRON, COLOSSALAI)
@@ -137,7 +139,28 @@ def recognised(text: str, suffix: str) -> str | None:
         if any(key in settings for key in framework.signature):
             return framework.name
     # Only these have such files: they are read as theirs, so that the user learns what is missing.
-    return {".sh": MEGATRON.name, ".toml": TORCHTITAN.name}.get(suffix)
+    if suffix == ".sh":
+        return None if starts_another(text) else MEGATRON.name
+    return TORCHTITAN.name if suffix == ".toml" else None
+
+
+_COMMANDS = re.compile(
+    r"^\s*(axolotl|llamafactory-cli|tune|litgpt|trl|torchrun|deepspeed|accelerate|ray)\s", re.MULTILINE
+)
+
+
+def starts_another(text: str) -> str | None:
+    """What a script starts where that is plainly not Megatron-LM; None if it may be, or if it cannot be read."""
+    try:
+        words = command_words(text, MEGATRON.title)
+    except SpecError:
+        other = _COMMANDS.search(text)
+        return other[1] if other else None
+    script = words[0].rpartition("/")[2] if words and words[0].endswith(".py") else ""
+    if not script or script.startswith("pretrain") or "megatron" in words[0].lower():
+        return None
+    theirs = any(word.partition("=")[0] in MEGATRON.signature for word in words)
+    return None if theirs else script
 
 
 def read_text(path: Path | str) -> str:
