@@ -39,6 +39,17 @@ GRANITE_MOE: dict[str, Any] = {
     **SMALL, "num_local_experts": 4, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.4,
     "attention_multiplier": 0.3, "pad_token_id": None,
 }  # fmt: skip
+ERNIE_MOE: dict[str, Any] = {
+    **SMALL,
+    "moe_intermediate_size": 16,
+    "moe_num_experts": 8,
+    "moe_k": 2,
+    "pad_token_id": None,
+}
+LLAMA_4: dict[str, Any] = {
+    **SMALL, "head_dim": 8, "intermediate_size": 24, "intermediate_size_mlp": 48, "num_local_experts": 4,
+    "attention_chunk_size": 7, "no_rope_layer_interval": 3, "floor_scale": 4, "attn_scale": 0.7,
+}  # fmt: skip
 GPT_OSS: dict[str, Any] = {
     **SMALL,
     "head_dim": 8,
@@ -149,6 +160,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                              "norm_topk_prob": True, "clip_qkv": 0.8}),
     "granite-moe": ("GraniteMoe", {**GRANITE_MOE, "attention_bias": True}),
     "granite-moe-shared": ("GraniteMoeShared", {**GRANITE_MOE, "shared_intermediate_size": 24}),
+    "ernie-moe": ("Ernie4_5_Moe", ERNIE_MOE),
+    "ernie-moe-some": ("Ernie4_5_Moe", {**ERNIE_MOE, "num_hidden_layers": 5, "moe_layer_interval": 2,
+                                        "moe_layer_start_index": 0, "moe_layer_end_index": 2, "moe_k": 3,
+                                        "moe_num_shared_experts": 0, "tie_word_embeddings": False}),
+    "hunyuan-moe": ("HunYuanMoEV1", {**SMALL, "num_experts": 4, "moe_topk": 2, "head_dim": 8, "pad_token_id": None}),
+    "hunyuan-moe-alpha": ("HunYuanMoEV1", {**SMALL, "num_experts": 8, "moe_topk": [3, 3, 3], "pad_token_id": None,
+                                           "attention_bias": True, "head_dim": 16, "tie_word_embeddings": True,
+                                           "rope_scaling": {"type": "dynamic", "alpha": 20.0, "factor": 1.0}}),
+    "llama4": ("Llama4", LLAMA_4),
+    "llama4-unlike": ("Llama4", {**LLAMA_4, "num_hidden_layers": 5, "interleave_moe_layer_step": 2,
+                                 "use_qk_norm": False,
+                                 "no_rope_layers": [0, 1, 1, 0, 1], "attention_bias": True, "attn_scale": 0.5,
+                                 "floor_scale": 3}),
+    "llama4-whole": ("Llama4", {**LLAMA_4, "attn_temperature_tuning": False, "moe_layers": [1],
+                                "layer_types": ["full_attention", "chunked_attention", "full_attention"],
+                                "rope_scaling": {**LLAMA_3, "low_freq_factor": 1.0, "high_freq_factor": 1.0}}),
     "gpt-oss": ("GptOss", GPT_OSS),
     "gpt-oss-unlike": ("GptOss", {**GPT_OSS, "attention_bias": False, "swiglu_limit": 0.3, "swiglu_alpha": 0.7,
                                   "sliding_window": 64,
@@ -161,7 +188,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def build(case: str) -> Any:
     """The library's model of a case: in fp32, in evaluation, every parameter drawn wide enough to matter."""
     family, settings = CASES[case]
-    config = getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")(**settings)
+    config = getattr(transformers, f"{family}TextConfig" if family in ("Gemma3", "Llama4") else f"{family}Config")(
+        **settings
+    )
     if getattr(config, "attn_logit_softcapping", None):
         config._attn_implementation = "eager"  # what older releases take instead leaves the cap out
     head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"

@@ -35,6 +35,7 @@ class TensorNames:
     prefix: str = "model."  # stands before every name but the head's; some published files leave it out
     ignored: tuple[str, ...] = ()  # endings of stored tensors that are not parameters
     joined_experts: JoinedExperts | None = None  # None: each expert's matrices are tensors of their own
+    rows_of_one: frozenset[str] = frozenset()  # tensors (ours) that are stored as a matrix of one row
     in_memory: Mapping[str, str] = field(default_factory=dict)  # names that differ there, beside those of experts
 
     def is_in_memory(self, names: Collection[str]) -> bool:

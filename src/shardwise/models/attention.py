@@ -188,8 +188,12 @@ class Attention(nn.Module):
         self.output = nn.Linear(model.heads * size, model.hidden, bias=model.attention_out_bias)
         self.clip, self.normed_whole = model.numerics.clip_qkv, model.qk_norm_whole
         self.normed_rotated, whole = model.qk_norm_rotated, model.qk_norm_whole
-        self.query_norm = norm_of(model, self.query.out_features if whole else size) if model.qk_norm else None
-        self.key_norm = norm_of(model, self.key.out_features if whole else size) if model.qk_norm else None
+        self.query_norm, self.key_norm = (
+            norm_of(model, linear.out_features if whole else size, weighted=model.qk_norm_weight)
+            if model.qk_norm
+            else None
+            for linear in (self.query, self.key)
+        )
         self.sinks = nn.Parameter(torch.zeros(model.heads)) if model.attention_sinks else None
         self.attend: Attend = dot_product_attention
         self.project: Project = project_each
@@ -225,8 +229,9 @@ class Attention(nn.Module):
         """Queries and keys normed, in models that do so, and rotated by their positions; or first rotated."""
         if not (self.normed_whole or self.normed_rotated):
             query, key = self._normed(query, key)
-        if rotation is not None:
-            query, key = rotate(query, rotation), rotate(key, rotation)
+        if rotation is None:
+            return query, key
+        query, key = rotate(query, rotation), rotate(key, rotation)
         return self._normed(query, key) if self.normed_rotated else (query, key)
 
     def _normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

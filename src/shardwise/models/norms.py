@@ -11,13 +11,16 @@ from torch import Tensor, nn
 from shardwise.spec.model import Model
 
 
-def norm_of(model: Model, features: int | None = None, epsilon: float | None = None) -> nn.Module:
+def norm_of(
+    model: Model, features: int | None = None, epsilon: float | None = None, *, weighted: bool = True
+) -> nn.Module:
     """The norm of a model's hidden states, or of a vector of ``features``."""
     size, epsilon = features or model.hidden, epsilon or model.numerics.norm_epsilon
+    weighted = weighted and model.norm_weight
     if model.norm == "rmsnorm":
-        return RMSNorm(size, epsilon, weighted=model.norm_weight, plus_one=model.numerics.norm_plus_one)
+        return RMSNorm(size, epsilon, weighted=weighted, plus_one=model.numerics.norm_plus_one)
     kind = PlusOneLayerNorm if model.numerics.norm_plus_one else nn.LayerNorm
-    return kind(size, epsilon, elementwise_affine=model.norm_weight, bias=model.norm_bias)
+    return kind(size, epsilon, elementwise_affine=weighted, bias=model.norm_bias)
 
 
 class PlusOneLayerNorm(nn.LayerNorm):

@@ -277,7 +277,9 @@ class Model(Spec):
     qk_norm: bool = False
     """Queries and keys are normed, each head by itself."""
     qk_norm_rotated: bool = False
-    """They are normed behind rope (Hunyuan)."""
+    """They are normed behind rope, in layers that have it (Hunyuan)."""
+    qk_norm_weight: bool = True
+    """These norms have a weight (not in Llama 4)."""
     qk_norm_whole: bool = False
     """The queries of all heads are normed together, and the keys (OLMo-2)."""
     attention_sinks: bool = False

@@ -191,7 +191,7 @@ def _attention_norms(model: Model, tensor_parallel: int) -> float:
     """Norms inside attention: per head on q and k (Qwen3), over all heads (OLMo-2), on the latent vectors (MLA)."""
     if model.mla:
         return (model.mla.q_rank or 0) + model.mla.kv_rank
-    if not model.qk_norm:
+    if not (model.qk_norm and model.qk_norm_weight):
         return 0
     if not model.qk_norm_whole:
         return 2 * _norm_parameters(model, model.head_size)

@@ -22,6 +22,7 @@ from shardwise.interop.families import (
     granite,
     hunyuan,
     llama,
+    llama_4,
     minimax,
     olmo,
     phi,
@@ -36,7 +37,7 @@ from shardwise.interop.keys import Family
 # A model is written as the first family that can express it.
 _LINES = (
     llama, phi, olmo, qwen, deepseek, glm, dots, minimax, gemma, gpt, gpt_oss, smollm, seed, granite, hunyuan, ernie,
-    cohere, squared, stability, exaone,
+    llama_4, cohere, squared, stability, exaone,
 )  # fmt: skip
 
 FAMILIES: dict[str, Family] = {family.model_type: family for line in _LINES for family in line.FAMILIES}

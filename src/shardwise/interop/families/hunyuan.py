@@ -7,8 +7,8 @@ from typing import Any
 
 from shardwise.interop import keys
 from shardwise.interop.families.shared import BIAS, GROUPED, NUMERICS, RMS, SILU
-from shardwise.interop.keys import Config, Family, key, with_defaults
-from shardwise.interop.tensor_names import ATTENTION, MLP, stored_as
+from shardwise.interop.keys import LIST, NUMBER, Config, Family, key, with_defaults
+from shardwise.interop.tensor_names import ATTENTION, EXPERTS, MLP, shared_in, stored_as
 from shardwise.spec.errors import SpecError, shown
 
 _SCALING = keys.rope_scaling()
@@ -36,6 +36,20 @@ def _scaling(value: Any, config: Config) -> Any:
     return None if _fixed_stretch(config) is not None else _SCALING.read(value, config)
 
 
+def _same_for_all(value: Any, config: Config) -> Any:
+    """A number that may be listed for every layer."""
+    if not isinstance(value, LIST):
+        return value
+    if not value or any(one != value[0] for one in value):
+        raise SpecError("moe_topk", f"{shown(value)} differs between layers", "only one number for all is supported")
+    return value[0]
+
+
+_NAMES = {
+    **ATTENTION, "attention.query_norm": "self_attn.query_layernorm", "attention.key_norm": "self_attn.key_layernorm"
+}  # fmt: skip
+
+
 # fmt: off
 _HUNYUAN = Family(
     "hunyuan_v1_dense",
@@ -48,11 +62,27 @@ _HUNYUAN = Family(
         vocab=290943, **{"numerics.norm_epsilon": 1e-5},
     ),
     {**RMS, "qk_norm": True, "qk_norm_rotated": True},
-    tensors=stored_as(
-        "HunYuanDenseV1ForCausalLM", ATTENTION, MLP,
-        {"attention.query_norm": "self_attn.query_layernorm", "attention.key_norm": "self_attn.key_layernorm"},
+    tensors=stored_as("HunYuanDenseV1ForCausalLM", _NAMES, MLP),
+)
+
+_HUNYUAN_MOE = Family(
+    "hunyuan_v1_moe",
+    {
+        **_HUNYUAN.keys,
+        "moe.experts": key("num_experts|num_local_experts", 1),
+        "moe.top_k": key("moe_topk|num_experts_per_tok", 1, types=(*NUMBER, *LIST), read=_same_for_all),
+        "moe.ffn": key("intermediate_size", 11008),
+        "moe.shared_ffn": key("intermediate_size", 11008, write=lambda value, model: model.moe.ffn),
+    },
+    _HUNYUAN.fixed,
+    tensors=replace(
+        stored_as(
+            "HunYuanMoEV1ForCausalLM",
+            _NAMES, EXPERTS, shared_in("shared_mlp"), {"mlp.router.gate": "mlp.gate.wg"},
+        ),
+        in_memory={"mlp.router.gate": "mlp.gate.wg"},
     ),
 )
 
-FAMILIES = (_HUNYUAN,)
+FAMILIES = (_HUNYUAN, _HUNYUAN_MOE)
 # fmt: on

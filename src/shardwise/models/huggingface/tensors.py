@@ -41,6 +41,7 @@ class TensorPlace:
     every: int = 0  # number of fused outputs per head
     joined: bool = False
     """All experts are one stored tensor [experts, outputs, inputs], of whose outputs ours may be a part."""
+    one_row: bool = False  # a vector of ours is stored as a matrix of one row
     step: int = 1  # distance of our outputs among joined ones
 
     @property
@@ -56,6 +57,8 @@ class TensorPlace:
             experts, *inputs, outputs = self.shape
             wide = self.whole or outputs
             return (experts, *inputs, wide) if self.outputs == -1 else (experts, wide, *inputs)
+        if self.one_row:
+            return (1, *self.shape)
         shape = self.shape[1:] if self.stacked else self.shape
         shape = shape[::-1] if self.transposed else shape
         if self.whole is None:
@@ -69,6 +72,8 @@ class TensorPlace:
             first, last, _ = outputs.indices(self.shape[-1])
             among = slice(self.start + first * self.step, self.start + max(0, (last - 1) * self.step + 1))
             return (experts, *inputs, among) if self.outputs == -1 else (experts, among, *inputs)
+        if self.one_row:
+            return (slice(None), *slices)
         if self.rotated or self.every:
             return (slice(None), *slices[1:])  # rows change places: all are read, then picked
         if self.whole is not None:
@@ -80,6 +85,8 @@ class TensorPlace:
         """What was read by `stored_slices`, in our layout."""
         if self.rotated or self.every:
             return stored[self._rows()[slices[0]]]
+        if self.one_row:
+            return stored[0]
         if self.joined:
             return stored[..., :: self.step] if self.outputs == -1 else stored[:, :: self.step].transpose(1, 2)
         return stored.T if self.transposed else stored
@@ -87,7 +94,9 @@ class TensorPlace:
     def to_stored(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Our tensor as stored tensors, or as a part of a fused one."""
         for name, matrix in zip(self.names, tensor if self.stacked else (tensor,)):
-            if self.joined:
+            if self.one_row:
+                yield name, matrix[None]
+            elif self.joined:
                 yield name, matrix if self.outputs == -1 else matrix.transpose(1, 2)
             elif self.rotated:
                 yield name, matrix[self._rows().argsort()]
@@ -150,7 +159,7 @@ def _place(
         names = tuple(theirs.format(expert) for expert in range(shape[0]))
         return TensorPlace(name, shape, names, stacked=True, transposed=True)
     if inner in layout.inside:
-        return TensorPlace(name, shape, (before + layout.inside[inner],))
+        return TensorPlace(name, shape, (before + layout.inside[inner],), one_row=inner in layout.rows_of_one)
     module, _, kind = inner.rpartition(".")
     start, whole, every = _part(name, module, layout, outputs, model)
     head, rotated = _rotated(module, model) if interleaved and module in layout.interleaved else (0, range(0))
