@@ -288,6 +288,46 @@ COUNTED: dict[str, tuple[int, dict[str, Any]]] = {
         "model_type": "nemotron", "num_key_value_heads": 8,
     }),
     "transformers MinistralConfig(head_dim=128)": (7241732096, {"model_type": "ministral", "head_dim": 128}),
+    "meta-llama/Llama-4-Scout-17B-16E": (107769861120, {
+        "model_type": "llama4_text", "attention_bias": False, "attention_chunk_size": 8192, "attn_scale": 0.1,
+        "attn_temperature_tuning": True, "floor_scale": 8192, "head_dim": 128, "hidden_act": "silu", "hidden_size":
+        5120, "interleave_moe_layer_step": 1, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+        "max_position_embeddings": 10485760, "num_attention_heads": 40, "num_experts_per_tok": 1,
+        "num_hidden_layers": 48, "num_key_value_heads": 8, "num_local_experts": 16, "rms_norm_eps": 1e-05,
+        "rope_scaling": {"factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 500000.0,
+        "tie_word_embeddings": False, "use_qk_norm": True, "vocab_size": 202048,
+    }),
+    "meta-llama/Llama-4-Maverick-17B-128E": (400711848960, {
+        "model_type": "llama4_text", "attention_bias": False, "attention_chunk_size": 8192, "attn_scale": 0.1,
+        "attn_temperature_tuning": True, "floor_scale": 8192, "head_dim": 128, "hidden_act": "silu", "hidden_size":
+        5120, "interleave_moe_layer_step": 2, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+        "max_position_embeddings": 1048576, "num_attention_heads": 40, "num_experts_per_tok": 1,
+        "num_hidden_layers": 48, "num_key_value_heads": 8, "num_local_experts": 128, "rms_norm_eps": 1e-05,
+        "rope_theta": 500000.0, "tie_word_embeddings": False, "use_qk_norm": False, "vocab_size": 202048,
+    }),
+    "baidu/ERNIE-4.5-21B-A3B-PT": (21825437888, {
+        "model_type": "ernie4_5_moe", "hidden_act": "silu", "hidden_size": 2560, "intermediate_size": 12288,
+        "max_position_embeddings": 131072, "moe_intermediate_size": 1536, "moe_k": 6, "moe_layer_end_index": 29,
+        "moe_layer_interval": 1, "moe_layer_start_index": 1, "moe_num_experts": 64, "moe_num_shared_experts": 2,
+        "num_attention_heads": 20, "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-05,
+        "rope_theta": 500000, "tie_word_embeddings": True, "use_bias": False, "vocab_size": 103424,
+    }),
+    "baidu/ERNIE-4.5-300B-A47B-PT": (299484163264, {
+        "model_type": "ernie4_5_moe", "hidden_act": "silu", "hidden_size": 8192, "intermediate_size": 28672,
+        "max_position_embeddings": 131072, "moe_intermediate_size": 3584, "moe_k": 8, "moe_layer_end_index": 53,
+        "moe_layer_interval": 1, "moe_layer_start_index": 3, "moe_num_experts": 64, "moe_num_shared_experts": 0,
+        "num_attention_heads": 64, "num_hidden_layers": 54, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+        "rope_theta": 500000, "tie_word_embeddings": False, "use_bias": False, "vocab_size": 103424,
+    }),
+    "tencent/Hunyuan-A13B-Instruct": (80393183232, {
+        "model_type": "hunyuan_v1_moe", "attention_bias": False, "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 4096, "intermediate_size": 3072, "max_position_embeddings": 32768, "moe_topk": [8, 8, 8, 8,
+        8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8], "num_attention_heads":
+        32, "num_experts": 64, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+        "rope_scaling": {"alpha": 1000.0, "factor": 1.0, "type": "dynamic"}, "rope_theta": 10000.0,
+        "tie_word_embeddings": True, "vocab_size": 128167,
+    }),
 }  # fmt: skip
 
 # What transformers 5 builds from the defaults of a family alone; `models/huggingface/test_counts.py` lets it count.
