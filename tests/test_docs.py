@@ -40,6 +40,11 @@ def test_the_tables_of_fields_and_the_keywords_are_what_the_dataclasses_give() -
     assert run.returncode == 0, "run `python docs/make_fields.py` and look at what changed"
 
 
+def test_the_page_of_families_is_what_they_give() -> None:
+    run = subprocess.run([sys.executable, "docs/make_models.py", "--check"], cwd=ROOT, check=False)
+    assert run.returncode == 0, "run `python docs/make_models.py` and look at what changed"
+
+
 @pytest.mark.slow
 def test_the_accuracy_page_is_what_the_tables_give() -> None:
     run = subprocess.run([sys.executable, "docs/make_accuracy.py", "--check"], cwd=ROOT, check=False)

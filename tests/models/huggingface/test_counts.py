@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from interop.published_configs import CATALOGUE, COUNTED, DEFAULTS
-from models.families import transformers
+from models.families import CASES, transformers
+from shardwise.interop.families import FAMILIES
 from shardwise.interop.huggingface import hf_config_from_model, model_from_hf_config
 from shardwise.spec import presets
 from shardwise.spec.model import Model
@@ -45,3 +46,12 @@ def assert_counted(written: dict[str, Any], parameters: int) -> None:
     kept = network.state_dict()  # with the balancing biases of routers, which are buffers
     tensors = [*network.parameters(), *(buffer for part, buffer in network.named_buffers() if part in kept)]
     assert parameters == sum(tensor.numel() for tensor in tensors) - LEFT_OUT.get(model_type, 0)
+
+
+def test_every_family_with_weights_is_compared_with_transformers() -> None:
+    """As docs/models.md says of them; the cases are those of logits, gradients, adapters and generated tokens."""
+    compared = set()
+    for name, settings in CASES.values():
+        config = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
+        compared.add(config(**settings).model_type)
+    assert {name for name, family in FAMILIES.items() if family.tensors} <= compared
