@@ -42,6 +42,7 @@ MODELS = {
         LayerRecord(repeat=2), LayerRecord(mixer="window", rotary=False), LayerRecord(rotary=False))),
     "nemotron": Model(**{**SHAPE, "activation": "relu2"}, norm="layernorm", mlp_bias=True,
                       numerics=Numerics(norm_plus_one=True, rotary_share=0.5)),
+    "apertus": Model(**{**SHAPE, "activation": "xielu"}, norm="rmsnorm", qk_norm=True),
     "hunyuan": Model(**RMS, qk_norm=True, qk_norm_rotated=True),
     "granite": Model(**RMS, tied_embeddings=True, numerics=Numerics(
         embedding_scale=12.0, residual_scale=0.22, logit_scale=0.5, attention_scalar=5.0)),
@@ -68,6 +69,7 @@ QUICK = [
     ("smollm3", {"cp": 2, "context_method": "all-gather"}),
     ("granite", SP),
     ("nemotron", SP),
+    ("apertus", {**SP, "dp": 2, "zero": 3}),
     ("hunyuan", {**ULYSSES, "tp": 2}),
 ]
 MORE = [

@@ -333,7 +333,7 @@ COUNTED: dict[str, tuple[int, dict[str, Any]]] = {
 # What transformers 5 builds from the defaults of a family alone; `models/huggingface/test_counts.py` lets it count.
 DEFAULTS: dict[str, int] = {
     "qwen2_vl_text": 72706203648, "qwen2_5_vl_text": 72706203648, "qwen2_vl": 72706203648, "qwen2_5_vl": 72706203648,
-    "qwen3_vl_text": 12049461248, "ministral3": 8489553920,
+    "qwen3_vl_text": 12049461248, "ministral3": 8489553920, "apertus": 6979596352,
     "olmo3": 6888624128, "smollm3": 3075098624, "seed_oss": 28921040896, "granite": 6738415616,
     "granitemoeshared": 37039116288,
     "glm": 9399951360, "glm4": 9400279040, "ernie4_5": 360748032, "helium": 2172643840,

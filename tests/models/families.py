@@ -131,6 +131,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "full_attention", "sliding_attention", "sliding_attention"]}),
     "ministral3": ("Ministral3", {**SMALL, **NO_PAD, "head_dim": 16, "rope_parameters": {
         **YARN, "original_max_position_embeddings": 6, "rope_theta": 100.0, "llama_4_scaling_beta": 0.4}}),
+    "apertus": ("Apertus", {**SMALL, **NO_PAD, "dtype": torch.float32}),
+    "apertus-tied": ("Apertus", {**SMALL, **NO_PAD, "dtype": torch.float32, "rope_theta": 9.0, "rope_scaling": YARN,
+                                 "attention_bias": True, "tie_word_embeddings": True}),
     "cwm": ("Cwm", {**SMALL, **NO_PAD, "bos_token_id": 0, "head_dim": 16, "num_hidden_layers": 5, "sliding_window": 5}),
     "gpt-neox": ("GPTNeoX", {**SMALL, "rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.5,
                                                           "rope_type": "default"}}),

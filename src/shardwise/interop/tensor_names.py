@@ -34,6 +34,7 @@ class TensorNames:
     members, then all second ones."""
     prefix: str = "model."  # stands before every name but the head's; some published files leave it out
     ignored: tuple[str, ...] = ()  # endings of stored tensors that are not parameters
+    constants: Mapping[str, float] = field(default_factory=dict)  # scalars of every layer that are no parameters
     joined_experts: JoinedExperts | None = None  # None: each expert's matrices are tensors of their own
     rows_of_one: frozenset[str] = frozenset()  # tensors (ours) that are stored as a matrix of one row
     in_memory: Mapping[str, str] = field(default_factory=dict)  # names that differ there, beside those of experts

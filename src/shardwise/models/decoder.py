@@ -22,6 +22,7 @@ from shardwise.models.dot_product import AttentionArguments, document_bounds
 from shardwise.models.dropout import keys_in_layer
 from shardwise.models.layer import Ahead, Layer, PredictionLayer, ahead_of, scaled
 from shardwise.models.loss import cross_entropy_sum, softly_capped
+from shardwise.models.mlp import initial_curvature
 from shardwise.models.norms import norm_of
 from shardwise.spec.errors import SpecError
 from shardwise.spec.layers import LONGEST
@@ -275,6 +276,8 @@ def initial_value(
     if is_norm(name):
         value = 0.0 if model.numerics.norm_plus_one else 1.0
         return torch.full(size, value, dtype=dtype, device=device)
+    if ".activation." in name:
+        return torch.full(size, initial_curvature(name), dtype=dtype, device=device)
     deviation = DEVIATION / math.sqrt(2 * model.layers) if is_projection_back(name) else DEVIATION
 
     def draw(own: str, shape: tuple[int, ...]) -> Tensor:

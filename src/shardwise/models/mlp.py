@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeGuard
@@ -26,8 +27,33 @@ def activation_of(model: Model) -> Activation:
         return F.relu
     if model.activation == "relu2":
         return _squared_relu
+    if model.activation == "xielu":
+        return LearnedActivation()
     approximate = "tanh" if model.numerics.gelu == "tanh" else "none"
     return partial(_gated, approximate) if model.gated else partial(F.gelu, approximate=approximate)
+
+
+class LearnedActivation(nn.Module):
+    """xIELU (arXiv 2411.13010): quadratic above zero, an integrated ELU below, each with a learned curvature."""
+
+    SLOPE = 0.5  # at zero
+    LEAST = -1e-6  # where expm1 is taken, as the library does: its gradient below is the one there
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.above, self.below = nn.Parameter(torch.empty(1)), nn.Parameter(torch.empty(1))
+        for name, parameter in self.named_parameters():
+            nn.init.constant_(parameter, initial_curvature(name))
+
+    def forward(self, up: Tensor) -> Tensor:
+        above, below = F.softplus(self.above), self.SLOPE + F.softplus(self.below)
+        bent = torch.expm1(up.clamp(max=self.LEAST)) - up
+        return torch.where(up > 0, above * up * up, bent * below) + self.SLOPE * up
+
+
+def initial_curvature(name: str) -> float:
+    """By its parameter's name: what makes both curvatures 0.8, before the softplus."""
+    return math.log(math.expm1(0.8 if name.endswith("above") else 0.8 - LearnedActivation.SLOPE))
 
 
 def _squared_relu(up: Tensor) -> Tensor:

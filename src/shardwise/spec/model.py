@@ -258,8 +258,9 @@ class Model(Spec):
     """Key-value heads; by default as many as query heads."""
     head_dim: int | None = count(None, maximum=WIDEST)
     """Features of a head; by default `hidden` / `heads`."""
-    activation: Literal["gelu", "relu", "relu2", "swiglu", "geglu"] = "gelu"
-    """Activation of the MLP; `relu2` is the square of `relu` (arXiv 2109.08668); `swiglu` and `geglu` have a gate."""
+    activation: Literal["gelu", "relu", "relu2", "xielu", "swiglu", "geglu"] = "gelu"
+    """Activation of the MLP; `relu2` is the square of `relu` (arXiv 2109.08668); `xielu` learns two numbers in each
+    layer (arXiv 2411.13010); `swiglu` and `geglu` have a gate."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Kind of the norms."""
     positions: Literal["learned", "rope", "none"] = "rope"
@@ -343,6 +344,8 @@ class Model(Spec):
         if self.qk_norm_rotated and (not self.qk_norm or self.qk_norm_whole):
             problem = "true needs queries and keys that are normed head by head"
             raise SpecError("qk_norm_rotated", problem, "set qk_norm: true and qk_norm_whole: false")
+        if self.activation == "xielu" and self.moe:
+            raise SpecError("activation", "xielu is not for mixtures of experts", "use another one")
         if self.norm_after and (self.norms_per_layer != 2 or self.parallel_block):
             problem = "true needs a layer of two norms, attention first"
             raise SpecError("norm_after", problem, "set norms_per_layer: 2 and parallel_block: false")
@@ -437,6 +440,11 @@ class Model(Spec):
     def moe_layers(self) -> int:
         """Layers whose MLP is a mixture of experts."""
         return sum(self.is_moe_layer(index) for index in range(self.layers)) if self.moe else 0
+
+    @property
+    def activation_parameters(self) -> int:
+        """Parameters of the activation of an MLP."""
+        return 2 if self.activation == "xielu" else 0
 
     def is_moe_layer(self, index: int) -> bool:
         return self.every_layer[index].feed_forward == "mixture"

@@ -46,7 +46,8 @@ def layer_parameters(
     norms = model.norms_per_layer * _norm_parameters(model)
     others = model.counted.layer_parameters / model.layers / tensor_parallel if model.counted else 0
     if not moe or model.moe is None:
-        return LayerParameters(attention, _held(model.mlp_matrices(model.ffn), tensor_parallel) + others, norms, 0, 0)
+        mlp = _held(model.mlp_matrices(model.ffn), tensor_parallel) + model.activation_parameters
+        return LayerParameters(attention, mlp + others, norms, 0, 0)
     routed = _held(model.mlp_matrices(model.moe.ffn), expert_tensor_parallel)
     shared = _held(model.mlp_matrices(model.moe.shared_ffn), tensor_parallel) if model.moe.shared_ffn else 0
     router = _held(model.router_matrices, 1) + (model.moe.experts if model.moe.router_bias else 0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.interop.families import (
+    apertus,
     cohere,
     deepseek,
     dots,
@@ -37,7 +38,7 @@ from shardwise.interop.keys import Family
 # A model is written as the first family that can express it.
 _LINES = (
     llama, phi, olmo, qwen, deepseek, glm, dots, minimax, gemma, gpt, gpt_oss, smollm, seed, granite, hunyuan, ernie,
-    llama_4, cohere, squared, stability, exaone,
+    llama_4, cohere, squared, stability, exaone, apertus,
 )  # fmt: skip
 
 FAMILIES: dict[str, Family] = {family.model_type: family for line in _LINES for family in line.FAMILIES}

@@ -228,6 +228,9 @@ def stored_tensors(naming: Naming, tensors: Iterable[tuple[str, Tensor]]) -> Ite
     if left:
         name = next(iter(left))
         raise SpecError(name, f"of {model.name} was not given", "write every tensor of the model")
+    for index in range(model.layers):
+        for constant, value in naming.layout.constants.items():
+            yield naming.layout.layer.format(index) + constant, torch.tensor(value, dtype=tensor.dtype)
 
 
 def _checked(name: str, tensor: Tensor, left: dict[str, TensorPlace], places: dict[str, TensorPlace]) -> TensorPlace:

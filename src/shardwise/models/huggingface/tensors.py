@@ -270,7 +270,7 @@ class Naming:
 
     def _may_be_ignored(self, stored: str) -> bool:
         """Whether a stored tensor may be ignored: a constant, a tied head, or of a multi-token-prediction module."""
-        if stored.endswith(self.layout.ignored):
+        if stored.endswith((*self.layout.ignored, *self.layout.constants)):
             return True
         if stored == "lm_head.weight":
             return self.model.tied_embeddings
