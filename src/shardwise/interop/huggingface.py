@@ -12,7 +12,7 @@ from shardwise.interop.families import ALIASES, FAMILIES, family_of
 from shardwise.interop.keys import Config, Family, NotDescribed, unflatten
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.files import parse_json, read_text
-from shardwise.spec.layers import LayerRecord
+from shardwise.spec.layers import LayerRecord, pattern_of_layers
 from shardwise.spec.model import Model
 
 _ROPE = {"rope_theta", "rope_scaling"}  # the newer `rope_parameters` takes precedence over them
@@ -150,10 +150,26 @@ def _read(family: Family, config: Config) -> Model:
         model = Model.from_dict(unflatten({"source": source, **family.fixed, **fields}))
         layers = model.every_layer[: model.layers]
         listed = tuple(family.layers(filled, layers))
-        return model if listed == layers else model.with_layers(listed)
+        return model if listed == layers else _with_layers(model, listed)
     except SpecError as error:
         at = family.keys[error.field].name if error.field in family.keys else error.field
         raise SpecError(at, error.problem, error.remedy) from None
+
+
+def _with_layers(model: Model, layers: tuple[LayerRecord, ...]) -> Model:
+    """The model with other layers, said by the short fields where they can."""
+    mixers = {layer.mixer for layer in layers}
+    window = model.sliding_window if "window" in mixers else None
+    chunk = model.attention_chunk if "chunk" in mixers else None
+    unwindowed = next((number for number, layer in enumerate(layers, 1) if layer.mixer == "full"), 1)
+    for every in (model.sliding_window_every, unwindowed):
+        short = replace(model, pattern=(), sliding_window=window, sliding_window_every=every, attention_chunk=chunk)
+        if short.every_layer[: model.layers] == layers:
+            return short
+    return replace(
+        model, pattern=pattern_of_layers(layers), sliding_window=window, sliding_window_every=1,
+        attention_chunk=chunk, moe=model.moe and replace(model.moe, dense_layers=0, every=1),
+    )  # fmt: skip
 
 
 def _write(family: Family, model: Model) -> dict[str, Any]:

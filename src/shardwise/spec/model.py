@@ -6,7 +6,6 @@ with how tensor parallelism splits it; parameter counts, FLOPs, memory and commu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -24,7 +23,6 @@ from shardwise.spec.layers import (
     LayerRecord,
     Mixer,
     layers_of_pattern,
-    pattern_of_layers,
 )
 
 
@@ -391,21 +389,6 @@ class Model(Spec):
         behind = -1 if self.moe is None else index - self.moe.dense_layers
         mixture = self.moe is not None and behind >= 0 and behind % self.moe.every == self.moe.every - 1
         return LayerRecord(mixer="window" if windowed else "full", feed_forward="mixture" if mixture else "dense")
-
-    def with_layers(self, layers: Sequence[LayerRecord]) -> Model:
-        """This model with other layers, said by the short fields where these can say it."""
-        layers, mixers = tuple(layers), {layer.mixer for layer in layers}
-        window = self.sliding_window if "window" in mixers else None
-        chunk = self.attention_chunk if "chunk" in mixers else None
-        unwindowed = next((number for number, layer in enumerate(layers, 1) if layer.mixer == "full"), 1)
-        for every in (self.sliding_window_every, unwindowed):
-            short = replace(self, pattern=(), sliding_window=window, sliding_window_every=every, attention_chunk=chunk)
-            if short.every_layer[: self.layers] == layers:
-                return short
-        return replace(
-            self, pattern=pattern_of_layers(layers), sliding_window=window, sliding_window_every=1,
-            attention_chunk=chunk, moe=self.moe and replace(self.moe, dense_layers=0, every=1),
-        )  # fmt: skip
 
     @cached_property
     def mixers(self) -> dict[Mixer, int]:
