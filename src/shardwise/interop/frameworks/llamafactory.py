@@ -33,11 +33,13 @@ _IN_VERSION_1 = {
     "lr_scheduler_config.name": "lr_scheduler_type", "dist_config.config_file": "deepspeed",
 }  # fmt: skip
 
+_OF_VERSION_1 = ("model_class", "cutoff_len", "train_dataset")
+
 
 def _parse(text: str, what: str, names: Names) -> Settings:
     """Settings of version 1 by the names that the others have, with its defaults."""
     settings = recipes.RECIPE.parse(text, what, names)
-    if "model" not in settings or "model_name_or_path" in settings:
+    if "model" not in settings or not any(key in settings for key in _OF_VERSION_1):
         return settings
     usual: Settings = {"finetuning_type": "full", "bf16": True, "per_device_train_batch_size": 1}
     if settings.get("dist_config.name") == "fsdp2":
