@@ -30,12 +30,17 @@ def kind_of(text: str, name: str = "") -> str:
 
 def other_framework(path: Path | str) -> str | None:
     """The framework whose configuration the file is; None for our own job file, and for any other file."""
-    try:
-        text = bounded_text(Path(path), MOST_IN_CONFIGURATION)
-    except (OSError, ValueError):
-        return None
+    text = _text_of(path)
     kind = JOB if text is None else kind_of(text, str(path))
     return None if kind in (JOB, CONFIG) else kind
+
+
+def _text_of(path: Path | str) -> str | None:
+    """The text of a file that can be read and is of a configuration's length."""
+    try:
+        return bounded_text(Path(path), MOST_IN_CONFIGURATION)
+    except (OSError, ValueError):
+        return None
 
 
 def require_job(data: Mapping[str, Any], name: str) -> None:
@@ -57,7 +62,7 @@ _CONFIGURATIONS = re.compile(r"[\w./-]+\.(?:ya?ml|json|toml)\b")
 
 def require_readable_script(path: Path | str) -> None:
     """Raises SpecError for a script that starts something whose options no framework here has."""
-    text = bounded_text(Path(path), MOST_IN_CONFIGURATION)
+    text = _text_of(path)
     if text is None or suffix_of(text, str(path)) != ".sh":
         return
     from shardwise.interop.frameworks import starts_another
