@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import flex_attention
 
+from shardwise.models import flexible_attention
 from shardwise.models.dot_product import AttentionArguments, attention_from
 from shardwise.models.flexible_attention import BLOCK, _options, block_mask
 
@@ -57,3 +60,21 @@ def _tiles(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     for place in zip(*torch.nonzero(torch.ones_like(counts[:, 0]), as_tuple=True)):
         found[(*place, indices[:, 0][place][: counts[:, 0][place]].long())] = True
     return found.expand(2, -1, -1)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("window", [None, 50])
+def test_sinks_and_caps_are_those_of_plain_matmuls(
+    window: int | None, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU it has no backward pass; `test_flexible_attention_gpu.py` has that."""
+    monkeypatch.setattr(flexible_attention, "_compiled", lambda: flex_attention)
+    random = torch.Generator().manual_seed(3)
+    tensors = [torch.randn(2, 200, heads, 16, generator=random) for heads in (4, 2, 2)]
+    documents = torch.randint(0, 4, (2, 200), generator=random).sort(dim=1).values if packed else None
+    for sinks, softcap in ((torch.linspace(-1, 2, 4), None), (torch.linspace(-1, 2, 4), 1.5), (None, 1.5)):
+        found = flexible_attention.attention(
+            *tensors, documents, sinks, causal=True, window=window, scale=0.25, softcap=softcap
+        )
+        arguments = AttentionArguments(True, window, 0.25, documents, softcap=softcap, sinks=sinks)
+        torch.testing.assert_close(found, attention_from(*tensors, arguments, 0), rtol=0, atol=1e-5)

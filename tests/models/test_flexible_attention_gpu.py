@@ -15,7 +15,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 @pytest.mark.parametrize("features", [64, 256])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("window", [None, 200])
-def test_equals_plain_matmuls(window: int | None, packed: bool, features: int, compiled: bool) -> None:
+@pytest.mark.parametrize("changed", ["cap", "sinks"])
+def test_equals_plain_matmuls(changed: str, window: int | None, packed: bool, features: int, compiled: bool) -> None:
     torch.compiler.reset()
     torch.manual_seed(3)
     query, key, value, gradient = (
@@ -23,12 +24,15 @@ def test_equals_plain_matmuls(window: int | None, packed: bool, features: int, c
         for heads in (4, 2, 2, 4)
     )
     documents = torch.randint(0, 4, (2, 777), device="cuda").sort(dim=1).values if packed else None
-    arguments = AttentionArguments(True, window, features**-0.5, documents, softcap=1.5)
+    sinks = torch.linspace(-1, 2, 4, device="cuda").requires_grad_() if changed == "sinks" else None
+    softcap = 1.5 if changed == "cap" else None
+    arguments = AttentionArguments(True, window, features**-0.5, documents, softcap=softcap, sinks=sinks)
     assert flexible_attention.takes(query, value)
     attend = torch.compile(dot_product_attention, fullgraph=True) if compiled else dot_product_attention
     tensors = (query, key, value)
     found = attend(*tensors, arguments)
     right = attention_from(*(one.double() for one in tensors), arguments, 0)
-    wanted = (right, *torch.autograd.grad(right, tensors, gradient.double()))
-    for got, want in zip((found, *torch.autograd.grad(found, tensors, gradient)), wanted):
+    leaves = tensors if sinks is None else (*tensors, sinks)
+    wanted = (right, *torch.autograd.grad(right, leaves, gradient.double()))
+    for got, want in zip((found, *torch.autograd.grad(found, leaves, gradient)), wanted):
         assert (got.double() - want).norm() < 5e-3 * want.norm()
