@@ -54,9 +54,13 @@ def model_from(named: Any) -> Model:
 
 def priced_model_from(named: Any) -> Model:
     """The same for who only prices it: what no table describes is counted of its code."""
-    from shardwise.interop.counted import described_or_counted
 
-    return _model_from(named, described_or_counted)
+    def of_config(path: Path) -> Model:
+        from shardwise.interop.counted import described_or_counted
+
+        return described_or_counted(path)
+
+    return _model_from(named, of_config)
 
 
 def _model_from(named: Any, of_config: Callable[[Path], Model]) -> Model:
