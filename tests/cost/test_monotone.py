@@ -29,6 +29,8 @@ PIPELINED = 1.02
 MORE_CHANNELS = 1.01
 # A tensor-parallel collective hides beside its own matmul only, though the host may bound the pass that they are in.
 BESIDE_ONE_MATMUL = 1.001
+# So do keys and values that travel beside attention alone.
+BESIDE_ATTENTION = 1.005
 Pair = tuple[float, float]  # a figure that may not exceed the other
 
 
@@ -113,6 +115,8 @@ def slack(name: str, job: Job) -> float:
         return PIPELINED
     if name == "more_flops" and job.strategy.tp > 1:
         return BESIDE_ONE_MATMUL
+    if name == "more_flops" and job.strategy.cp > 1:
+        return BESIDE_ATTENTION
     return MORE_CHANNELS if name == "a_faster_level" else ROUNDING
 
 

@@ -60,6 +60,7 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3", {**GEMMA, "sliding_window_pattern": 3}),
     "gpt-drops": ("GPT2", {**GPT, "attn_pdrop": 0.1}),
     "stablelm": ("StableLm", SMALL),
+    "persimmon": ("Persimmon", SMALL),
     "qwen3-moe": ("Qwen3Moe", {**SMALL, **MOE, "head_dim": 8, "norm_topk_prob": True, "mlp_only_layers": [0]}),
 }
 

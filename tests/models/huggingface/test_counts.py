@@ -17,7 +17,7 @@ from shardwise.spec.parameters import parameter_count
 
 CONFIGS: dict[str, dict[str, Any]] = {name: config for name, (_, config) in (*CATALOGUE.items(), *COUNTED.items())}
 CONFIGS |= {name: {"model_type": name} for name in DEFAULTS}
-LEFT_OUT = {"opt": 2 * 768}  # two spare positions
+LEFT_OUT = {"opt": 2 * 768, "apertus": 2 * 32}  # two spare positions; two constants of each layer, kept as buffers
 
 
 def _has_a_network(model_type: str) -> bool:
