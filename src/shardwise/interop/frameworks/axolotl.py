@@ -18,7 +18,7 @@ _ATTENTION_FLAGS = {"eager_attention": "unfused", "flash_attention": "flash", "s
                     "xformers_attention": "flash", "flex_attention": "flash", "sage_attention": "flash"}  # fmt: skip
 _AS_SUPERVISED = {
     "kto": "no frozen reference is priced", "orpo": "both answers of a pair are priced as one batch",
-    "simpo": "both answers of a pair are priced as one batch", "ipo": "", "dpo": "",
+    "simpo": "both answers of a pair are priced as one batch",
     "grpo": "only the update of the policy: generation takes longer", "gdpo": "only the update of the policy",
     "ebft": "only the update of the policy",
 }  # fmt: skip

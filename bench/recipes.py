@@ -1,0 +1,53 @@
+"""How many configuration files of other frameworks are recognised and priced: `python bench/recipes.py FOLDER [...]`.
+
+On eight H100, or as many as a file names; where a file names a model that is not known here, Llama 3 8B stands in.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+from shardwise.cost.analysis import analyze
+from shardwise.interop.frameworks import framework_of, read
+from shardwise.spec import presets
+from shardwise.spec.clusters import cluster_from
+from shardwise.spec.errors import SpecError
+from shardwise.spec.model import Model
+
+STAND_IN = presets.load("model", Model, "llama3-8b")
+NODE = cluster_from("dgx-h100")
+
+
+def main() -> int:
+    for folder in map(Path, sys.argv[1:]):
+        files = [
+            path for path in sorted(folder.rglob("*")) if path.suffix in (".yaml", ".yml", ".json", ".toml", ".sh")
+        ]
+        counts = Counter(outcome(path) for path in files)
+        print(
+            f"{folder}: {len(files)} files; " + ", ".join(f"{number} {what}" for what, number in counts.most_common())
+        )
+    return 0
+
+
+def outcome(path: Path) -> str:
+    """The framework and what became of the file; a refusal is printed."""
+    kind = framework_of(path)
+    if kind is None:
+        return "not recognised"
+    try:
+        cluster = NODE.with_devices(read(path, model=STAND_IN).devices or NODE.devices)
+        known = not read(path, cluster=cluster).no_model
+        analyze(
+            read(path, model=None if known else STAND_IN, cluster=cluster).job(cluster, None if known else STAND_IN)
+        )
+    except SpecError as error:
+        print(f"  {path.name}: {error}")
+        return f"{kind}, refused"
+    return f"{kind}, priced" + ("" if known else " with another model")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
