@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from models.shapes import SHAPES
-from shardwise.models import Decoder, initial_value, initialise
+from shardwise.models import Decoder, decoder, initial_value, initialise
 
 MOE = SHAPES["moe"]
 
@@ -91,3 +91,12 @@ def test_a_model_made_on_no_device_is_filled_wholly() -> None:
     assert all(torch.equal(a, b) for a, b in zip(decoder.buffers(), fresh.buffers()))
     ids = torch.arange(12)[None]
     assert torch.equal(decoder(ids), fresh(ids))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_drawn_in_parts_is_the_whole_one_rounded_once(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = initial_value("embedding.weight", (100, 48), 7, MOE)
+    monkeypatch.setattr(decoder, "DRAWN_AT_ONCE", 1024)
+    assert torch.equal(initial_value("embedding.weight", (100, 48), 7, MOE, dtype), whole.to(dtype))

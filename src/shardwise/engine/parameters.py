@@ -286,7 +286,7 @@ def initialise_parts(chunks: Iterable[nn.Module], model: Model, seed: int) -> No
         for buffer in chunk.buffers():
             buffer.zero_()
     for target in held(chunks):
-        fill(target, lambda name, part, like=target.parameter: _drawn(name, part, seed, model, like.device))  # type: ignore[misc]
+        fill(target, partial(_drawn, seed=seed, model=model, like=target.parameter))
     for codes in stored_weights(chunks):
         device = codes.stored.tensors["codes"].device
         codes.fill(partial(first_slice, shape=codes.shape, seed=seed, model=model, device=device))
@@ -324,11 +324,11 @@ def first_slice(
     return initial_value(name, shape, seed, model, device=device, experts=experts)[(slice(None), *slices[1:])]
 
 
-def _drawn(name: str, part: HeldPart, seed: int, model: Model, device: torch.device) -> Tensor:
+def _drawn(name: str, part: HeldPart, seed: int, model: Model, like: Tensor) -> Tensor:
     """The part's initial values; of stacked experts only those held here are drawn."""
+    draw = partial(initial_value, name, part.shape, seed, model, like.dtype, like.device)
     first, rest = part.cuts[:1], part.cuts[1:]
     if is_stack_of_experts(name) and first and first[0].dimension == 0:
         here = range(*first[0].runs[0])
-        value = initial_value(name, part.shape, seed, model, device=device, experts=here)
-        return replace(part, cuts=rest).of(value)
-    return part.of(initial_value(name, part.shape, seed, model, device=device))
+        return replace(part, cuts=rest).of(draw(experts=here))
+    return part.of(draw())

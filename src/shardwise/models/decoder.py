@@ -240,6 +240,7 @@ def summed_rows(gradient: Tensor, tokens: Tensor, vocabulary: int, dtype: torch.
 # number (arXiv 1909.08053 and GPT-2). Norms start by multiplying by one, biases are zero.
 
 DEVIATION = 0.02
+DRAWN_AT_ONCE = 2**26  # elements: fp32 values of a large embedding never lie whole beside a model that fills a GPU
 
 
 @torch.no_grad()
@@ -284,16 +285,23 @@ def initial_value(
         digest = hashlib.sha256(f"{seed}:{own}".encode()).digest()
         generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
         if is_of_adapter(name):
-            return initial_adapter(name, shape, generator)
-        return torch.empty(shape, device=device).normal_(std=deviation, generator=generator)
+            return initial_adapter(name, shape, generator).to(dtype)
+        return _normal(shape, deviation, dtype, generator)
 
     if not is_stack_of_experts(name):
-        return draw(name, size).to(dtype)
+        return draw(name, size)
     numbers = range(size[0]) if experts is None else experts
     result = torch.empty(_size_of(size, numbers), dtype=dtype, device=device)
     for place, number in enumerate(numbers):
         result[place] = draw(f"{name}[{number}]", size[1:])
     return result
+
+
+def _normal(shape: tuple[int, ...], deviation: float, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    values = torch.empty(shape, dtype=dtype, device=generator.device)
+    for part in torch.split(values.view(-1), DRAWN_AT_ONCE):
+        part.copy_(torch.empty(part.shape, device=part.device).normal_(std=deviation, generator=generator))
+    return values
 
 
 def is_bias(name: str) -> bool:
