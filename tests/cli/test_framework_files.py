@@ -94,6 +94,8 @@ def test_a_configuration_is_priced_like_a_job(folder: Path, name: str, flags: st
 def test_what_has_no_field_and_what_is_assumed_is_said_on_one_line_each(folder: Path) -> None:
     result = run("analyze", str(folder / "ds_config.json"), "--model", "llama3-8b", "--cluster", "dgx-h100:8")
     assert result.err.splitlines() == [
+        "note: ds_config.json: a DeepSpeed file (recognised by train_batch_size, train_micro_batch_size_per_gpu, "
+        "zero_optimization.stage)",
         "note: stack deepspeed: version 2026 is assumed, the newest known; write deepspeed@2021 for an older one",
         "note: training.seq is not in the file: 2048 is assumed",
     ]

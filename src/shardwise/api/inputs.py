@@ -252,7 +252,7 @@ def _imported(
         raise read.without_model()
     if isinstance(fields.get("model"), dict):
         fields["model"] = {"name": f"from-{framework}", **fields["model"]}
-    return fields, [*notes, *read.notes, *read.not_priced]
+    return fields, [f"{configuration.file}: {read.kind}", *notes, *read.notes, *read.not_priced]
 
 
 def _model(numbers: BareNumbers, fields: Mapping[str, Any]) -> Model:

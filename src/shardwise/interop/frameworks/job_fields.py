@@ -231,6 +231,13 @@ class Imported:
     no_model: str = ""  # why the model that it names cannot be read, if so
     devices: int | None = None  # devices that it is written for, where it says so
     title: str = ""  # the framework's name in full
+    recognised_by: tuple[str, ...] = ()  # of its settings those that only this framework's files have
+
+    @property
+    def kind(self) -> str:
+        """What it was read as, and why."""
+        by = ", ".join(self.recognised_by[:3]) or "its suffix"
+        return f"{'an' if self.title[:1] in 'AEIO' else 'a'} {self.title} file (recognised by {by})"
 
     @property
     def not_priced(self) -> tuple[str, ...]:

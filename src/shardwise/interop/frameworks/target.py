@@ -366,8 +366,8 @@ class Target:
         shown_unused = tuple(f"{key} = {shown(settings[key])}" for key in unused)
         all_given = fields.get("strategy.dp") is not None  # so that none is left to the cluster
         devices = reading.devices or (product_of(fields, "tp", "cp", "pp", "dp") if all_given else None)
-        notes = tuple(reading.notes)
-        return Imported(self.name, fields, shown_unused, notes, reading.no_model, devices, self.title)
+        notes, marks = tuple(reading.notes), tuple(key for key in self.signature if key in settings)
+        return Imported(self.name, fields, shown_unused, notes, reading.no_model, devices, self.title, marks)
 
     def _check_unknown(self, reading: Reading) -> None:
         """What a script gets from outside is left out if no step costs more for it, or the user has said it beside."""
