@@ -1,6 +1,7 @@
 """How many configuration files of other frameworks are recognised and priced: `python bench/recipes.py FOLDER [...]`.
 
-On eight H100, or as many as a file names; where a file names a model that is not known here, Llama 3 8B stands in.
+On eight H100, or as many as a file names, or on the fewest that its degrees allow; where a file names a model that is
+not known here, Llama 3 8B stands in.
 """
 
 from __future__ import annotations
@@ -37,16 +38,19 @@ def outcome(path: Path) -> str:
     kind = framework_of(path)
     if kind is None:
         return "not recognised"
-    try:
-        cluster = NODE.with_devices(read(path, model=STAND_IN).devices or NODE.devices)
-        known = not read(path, cluster=cluster).no_model
-        analyze(
-            read(path, model=None if known else STAND_IN, cluster=cluster).job(cluster, None if known else STAND_IN)
-        )
-    except SpecError as error:
-        print(f"  {path.name}: {error}")
-        return f"{kind}, refused"
-    return f"{kind}, priced" + ("" if known else " with another model")
+    refused: SpecError | None = None
+    for times in (1, 2, 4, 8, 16, 32, 64):
+        try:
+            cluster = NODE.with_devices((read(path, model=STAND_IN).devices or NODE.devices) * times)
+            known = not read(path, cluster=cluster).no_model
+            model = None if known else STAND_IN
+            analyze(read(path, model=model, cluster=cluster).job(cluster, model))
+        except SpecError as error:
+            refused = refused or error
+        else:
+            return f"{kind}, priced" + ("" if known else " with another model")
+    print(f"  {path.name}: {refused}")
+    return f"{kind}, refused"
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardwise.interop.frameworks import maxtext
 from shardwise.spec import presets
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError, shown
@@ -53,27 +54,22 @@ _OPERATORS = (
 )
 
 
-# MaxText's policies say which tensors of a layer are kept, on the device or the host; all others are made again
-# (src/maxtext/layers/decoders.py, get_remat_policy, and configs/base.yml at e591f30).
+# Tensors that MaxText's policies keep, on the device or the host; all others are made again.
 _TENSORS = (
-    ("layer input", r"decoder-layer-input"),
-    ("projections in", r"qkv-proj|q/k/v|query-proj"),
-    ("projection out", r"out-proj"),
-    ("up", r"mlpwi"),
+    (maxtext.INPUT, r"decoder-layer-input"),
+    (maxtext.PROJECTIONS_IN, r"qkv-proj|q/k/v|query-proj"),
+    (maxtext.PROJECTION_OUT, r"out-proj"),
+    (maxtext.UP, r"mlpwi"),
 )
-_PROJECTIONS = {"projections in", "projection out"}
 _POLICIES: tuple[tuple[str, set[str]], ...] = (
-    (r"save-dot-except-(logits-ffn1|mlp)|save-dot-with-context-except-mlp", _PROJECTIONS),
-    (r"save-dot-except-logits|minimal", {*_PROJECTIONS, "up"}),
+    (r"save-dot-except-(logits-ffn1|mlp)|save-dot-with-context-except-mlp", maxtext.PROJECTIONS),
+    (r"save-dot-except-logits|minimal", {*maxtext.PROJECTIONS, maxtext.UP}),
     (r"save-(qkv|out)-proj", set()),
 )
 
 
 def remat_policy(words: str, *, experts: bool) -> dict[str, Any] | None:
-    """The fields of the strategy that are nearest to one of MaxText's policies, None where ``words`` name none.
-
-    What makes a projection again, or routed experts, is nearer to a whole layer than to any of the operators.
-    """
+    """The fields of the strategy that are nearest to one of MaxText's policies, None where ``words`` name none."""
 
     def named(pattern: str) -> set[str]:
         match = re.search(pattern, words)
@@ -83,13 +79,9 @@ def remat_policy(words: str, *, experts: bool) -> dict[str, Any] | None:
     if policy is None and not re.search(r"^custom|offloaded to host", words):
         return None
     on_host = named(r"offload of ([^;]*)") | named(r"([^;,]*) offloaded")
-    kept = {*(policy or ()), *on_host, *named(r"keep (.*?)(?:, remat|;|$)")}
-    fields: dict[str, Any] = {"recompute": "full"}
-    if kept >= _PROJECTIONS and (not experts or "up" in kept):
-        again = {"attention": "context" not in words, "norm": True, "activation": True, "mlp-up": "up" not in kept}
-        operators = [operator for operator, is_repeated in again.items() if is_repeated]
-        fields = {"recompute": "selective", "recompute_operators": operators}
-    return fields | ({"offload": {"activations": 1.0}} if "layer input" in on_host else {})
+    context = {maxtext.CONTEXT} if "context" in words else set()
+    kept = {*(policy or ()), *on_host, *named(r"keep (.*?)(?:, remat|;|$)"), *context}
+    return maxtext.recomputed(kept, input_on_host=maxtext.INPUT in on_host, experts=experts)
 
 
 def recompute(text: str, precision_text: str, *, experts: bool = False) -> dict[str, Any] | None:

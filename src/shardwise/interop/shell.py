@@ -55,6 +55,13 @@ class _Scope:
         return text
 
 
+def commands(text: str) -> list[list[str]]:
+    """The words of every command that would be run, in order. Raises `Malformed`."""
+    scope = _Scope()
+    _run(text, scope, 0)
+    return _whole_commands(scope.commands)
+
+
 def python_command(text: str) -> list[str]:
     """The words of the last command with options for a Python script, from the script on.
 

@@ -60,8 +60,12 @@ NEOX: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8, "checkpoint-activations": True,
     "fp16": {"enabled": True}, "train-iters": 100,
 }  # fmt: skip
+MAXTEXT: dict[str, Any] = {
+    "base_config": "base.yml", "model_name": "llama3-8b", "per_device_batch_size": 2, "max_target_length": 4096,
+    "ici_tensor_parallelism": 2, "remat_policy": "minimal", "attention": "flash", "steps": 20,
+}  # fmt: skip
 RECIPES = {"axolotl": AXOLOTL, "llamafactory": FACTORY, "torchtune": TUNE, "litgpt": LIT, "trl": TRL,
-           "gpt-neox": NEOX}  # fmt: skip
+           "gpt-neox": NEOX, "maxtext": MAXTEXT}  # fmt: skip
 
 
 def changed(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -259,6 +263,17 @@ CHANGES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("gpt-neox", {"hidden_dropout": 0.1}, {"training.dropout": True}),
     ("gpt-neox", {"num_kv_heads": 8}, {"model.kv_heads": 8}),
     ("gpt-neox", {"fp16": None, "precision": "bfloat16"}, {"training.precision": "bf16"}),
+    ("maxtext", {"model_name": None, "base_emb_dim": 6144, "global_parameter_scale": 8},
+     {"model.hidden": 12288, "model.layers": 32, "model.heads": 32}),
+    ("maxtext", {}, {"strategy.tp": 2, "strategy.microbatch": 4, "training.global_batch": 16, "strategy.zero": 3}),
+    ("maxtext", {"remat_policy": "save_qkv_proj"}, {"strategy.recompute": "full"}),
+    ("maxtext", {"remat_policy": "minimal_with_context"}, {"strategy.recompute_operators": ("norm", "activation")}),
+    ("maxtext", {"remat_policy": "custom", "decoder_layer_input": "offload"}, {"strategy.offload.activations": 1.0}),
+    ("maxtext", {"quantization": "int8"}, {"training.precision": "int8"}),
+    ("maxtext", {"weight_dtype": "bfloat16"}, {"training.optimizer": "adamw-bf16-moments", "stack.masters": "none"}),
+    ("maxtext", {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2}, {"strategy.shard_group": 2}),
+    ("maxtext", {"ici_fsdp_parallelism": 1, "ici_data_parallelism": 4}, {"strategy.zero": 0}),
+    ("maxtext", {"ici_context_parallelism": 2}, {"strategy.cp": 2, "strategy.context_method": "all-gather"}),
     ("litgpt", {"lora_r": None}, {"training.adapters": None}),
     ("litgpt", {"lora_mlp": True, "lora_query": False}, {"training.adapters.targets": ("v_proj", "mlp")}),
     ("litgpt", {"precision": "32-true"}, {"training.precision": "fp32"}),
@@ -293,6 +308,9 @@ BESIDE: dict[str, tuple[dict[str, Any], ...]] = {
     "axolotl": ({}, {"attn_implementation": "eager", "lora_target_linear": None}),
     "llamafactory": ({},), "torchtune": ({},), "litgpt": ({},),
     "trl": ({},), "gpt-neox": ({}, {"fp16": None, "precision": "bfloat16"}),
+    "maxtext": ({}, {"lora.enable_lora": True, "lora.lora_rank": 4}, {"model_name": None, "use_sft": True},
+                {"model_name": None, "attention_type": "mla", "num_experts": 2, "remat_policy": "custom"},
+                {"weight_dtype": "bfloat16", "ici_context_parallelism": 2, "ici_tensor_parallelism": 1}),
 }  # fmt: skip
 
 
@@ -350,6 +368,9 @@ def test_a_model_that_is_not_known_is_said_and_another_may_be_given(tmp_path: Pa
         ("gpt-neox", {"hidden-size": None}, "hidden_size"),
         ("gpt-neox", {"zero_optimization": {"stage": 7}}, "zero_optimization.stage"),
         ("litgpt", {"devices": 4}, "devices"),
+        ("maxtext", {"per_device_batch_size": 0.25}, "per_device_batch_size"),
+        ("maxtext", {"remat_policy": "most"}, "remat_policy"),
+        ("maxtext", {"ici_fsdp_parallelism": 16}, "ici_fsdp_parallelism"),
         ("litgpt", {"quantize": "bnb.nf4"}, "quantize"),
         ("litgpt", {"lora_query": False, "lora_value": False}, "lora_query"),
     ],
@@ -358,6 +379,24 @@ def test_a_value_that_cannot_be_honoured_is_one_line(name: str, changes: dict[st
     with pytest.raises(SpecError) as refused:
         imported(name, changes).job(EIGHT)
     assert refused.value.field.startswith(word)
+
+
+LAUNCHES = {
+    "maxtext": """#!/bin/bash
+EXECUTABLE=train
+python3 -m maxtext.trainers.pre_train.$EXECUTABLE "${CONFIGS:-$PWD/configs}"/base.yml model_name=llama3-8b\\
+  per_device_batch_size=2 max_target_length=4096 ici_tensor_parallelism=2 remat_policy=minimal steps=20
+""",
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_script_that_starts_it_says_the_same_as_its_file(tmp_path: Path, name: str) -> None:
+    script, file = tmp_path / "launch.sh", tmp_path / "recipe.yaml"
+    script.write_text(LAUNCHES[name])
+    file.write_text(yaml.safe_dump(RECIPES[name]))
+    assert framework_of(script) == framework_of(file) == name
+    assert read(script, cluster=EIGHT).job(EIGHT) == read(file, cluster=EIGHT).job(EIGHT)
 
 
 @pytest.mark.parametrize("text", ["trainer: {nnodes: 2}\nactor: {path: a}\n", "- 1\n", "{}\n"])

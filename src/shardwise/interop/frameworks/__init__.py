@@ -21,6 +21,7 @@ from shardwise.interop.frameworks.gpt_neox import GPT_NEOX
 from shardwise.interop.frameworks.job_fields import Exported, Imported, Lost, effective_fields
 from shardwise.interop.frameworks.litgpt import LITGPT
 from shardwise.interop.frameworks.llamafactory import LLAMAFACTORY
+from shardwise.interop.frameworks.maxtext import MAXTEXT
 from shardwise.interop.frameworks.megatron import MEGATRON
 from shardwise.interop.frameworks.nanotron import NANOTRON
 from shardwise.interop.frameworks.target import Target
@@ -44,7 +45,7 @@ TARGETS: dict[str, Target] = {
     framework.name: framework for framework in (DEEPSPEED, MEGATRON, TORCHTITAN, ACCELERATE, NANOTRON, COLOSSALAI)
 }
 # Those whose configurations are read, which are not all written.
-_RECIPES = (AXOLOTL, LLAMAFACTORY, TORCHTUNE, LITGPT, TRL, GPT_NEOX)
+_RECIPES = (AXOLOTL, LLAMAFACTORY, TORCHTUNE, LITGPT, GPT_NEOX, MAXTEXT, TRL)
 READERS: dict[str, Target] = {**TARGETS, **{framework.name: framework for framework in _RECIPES}}
 
 

@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.interop.keys import unflatten
-from shardwise.interop.shell import Unset, python_command
+from shardwise.interop.shell import Unset, commands, python_command
 from shardwise.interop.shell_words import Malformed
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.files import dump_yaml, parse_json, parse_toml, parse_yaml
 
 # -- The option names of one version of a framework, recorded in ``options/<framework>.txt``
 # A file has a line ``# version:`` and a line ``# source:``, then one name per line. ``section.*`` stands for anything
-# below the section; a name that ends in ``!`` is a switch without a value. ``# ignored:`` lists patterns of settings
-# that do not affect cost and are not reported as unused.
+# below the section; a name that ends in ``!`` is a switch without a value; ``name = value`` (JSON) states its default,
+# which nobody needs to be told of. ``# ignored:`` lists patterns of settings that do not affect cost and are not
+# reported as unused, under the reason.
 
 _FOLDER = Path(__file__).parent / "options"
 
@@ -39,6 +40,7 @@ class Names:
     open_sections: tuple[str, ...]
     switches: frozenset[str]
     without_effect: tuple[str, ...]
+    defaults: Mapping[str, str]  # as JSON
 
     def __contains__(self, name: str) -> bool:
         return name in self.exact or name.startswith(self.open_sections)
@@ -50,6 +52,9 @@ class Names:
     def ignores(self, name: str) -> bool:
         """Whether a setting does not affect cost."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.without_effect)
+
+    def is_default(self, name: str, value: object) -> bool:
+        return self.defaults.get(name) == json.dumps(value, default=str)
 
     def check(self, name: str, value: object) -> None:
         """Raises SpecError for an unknown name, with the nearest known one, or for a value in place of a section."""
@@ -69,7 +74,8 @@ def recorded(framework: str) -> Names:
     lines = (_FOLDER / f"{framework}.txt").read_text(encoding="utf-8").splitlines()
     comments = [line.partition(":") for line in lines if line.startswith("# ")]
     header = {name: text.strip() for name, _, text in comments}
-    given = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    pairs = [line.strip().partition(" = ") for line in lines if line.strip() and not line.startswith("#")]
+    given = [name for name, _, _ in pairs]
     return Names(
         version=header["# version"],
         source=header["# source"],
@@ -77,6 +83,7 @@ def recorded(framework: str) -> Names:
         open_sections=tuple(name.removesuffix("*") for name in given if name.endswith(".*")),
         switches=frozenset(name.rstrip("!") for name in given if name.endswith("!")),
         without_effect=tuple(name for line in lines if line.startswith("# ignored:") for name in line.split()[2:]),
+        defaults={name: value for name, stated, value in pairs if stated},
     )
 
 
@@ -217,3 +224,47 @@ def _render_command(settings: Settings, names: Names) -> str:
 
 
 COMMAND = Format((".args", ".sh", ".txt"), _parse_command, _render_command)
+
+
+# -- settings given to a program: key=value and --key value -------------------------------------------------
+
+
+def launched(text: str, what: str, program: str, file: str = "") -> Settings:
+    """What the last command that starts ``program``, a pattern of its name, is given, each value as YAML reads it.
+
+    A YAML file among its words is the setting ``file``. Raises SpecError where nothing starts it.
+    """
+    try:
+        given = [words[at + 1 :] for words in commands(text) for at, word in enumerate(words)
+                 if re.fullmatch(program, word)]  # fmt: skip
+    except Malformed as error:
+        raise SpecError(what, f"malformed command line: {error}", "close the quotes") from None
+    if not given:
+        raise SpecError(what, "nothing in this script starts it", "name the script or file that does")
+    settings: Settings = {}
+    flag = ""
+    for word in given[-1]:
+        key, equals, value = word.partition("=")
+        if re.match(r"--?[A-Za-z]", word):
+            flag = key.lstrip("-")
+            settings[flag] = _plain(word, value) if equals else True
+        elif equals and re.fullmatch(r"\+*[A-Za-z][\w.@/-]*", key):
+            settings[key.lstrip("+")] = _plain(word, value)
+        elif file and re.fullmatch(r"\S+\.ya?ml", word):
+            settings[file] = str(word)
+        elif flag:
+            held = settings[flag]
+            settings[flag] = (
+                _plain(word, word) if held is True else [*(held if isinstance(held, list) else [held]), word]
+            )
+    return settings
+
+
+def _plain(word: str, value: str) -> Any:
+    """A value as YAML reads it; what the outside decides stays so."""
+    if isinstance(word, Unset):
+        return Unset(value)
+    try:
+        return parse_yaml(value, "value")
+    except SpecError:
+        return value

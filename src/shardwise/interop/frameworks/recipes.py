@@ -6,13 +6,13 @@ They are read, not written. A recipe says which model it starts from; how many d
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from shardwise.interop.frameworks.deepspeed import DEEPSPEED
-from shardwise.interop.frameworks.documents import YAML, Format, Names, Settings
-from shardwise.interop.frameworks.target import Reading
+from shardwise.interop.frameworks.documents import YAML, Format, Names, Settings, launched
+from shardwise.interop.frameworks.target import Reading, Target
 from shardwise.interop.frameworks.training_values import OPTIMIZATION, SCHEDULE, read_length
 from shardwise.interop.jobs import model_from
 from shardwise.spec.errors import SpecError, shown
@@ -28,6 +28,52 @@ def _parse(text: str, what: str, names: Names) -> Settings:
 
 
 RECIPE: Format = replace(YAML, parse=_parse)
+
+
+def recipe_or_launch(program: str, file: str = "") -> Format:
+    """A YAML recipe, or a script that starts ``program`` (a pattern of its name) with settings; see `launched`."""
+
+    def parse(text: str, what: str, names: Names) -> Settings:
+        try:
+            return _parse(text, what, names)
+        except SpecError:
+            if not text.startswith("#!") and re.search(program, text) is None:
+                raise
+        return launched(text, what, program, file)
+
+    return replace(RECIPE, suffixes=(*RECIPE.suffixes, ".sh", ".txt"), parse=parse)
+
+
+def reader(
+    name: str,
+    title: str,
+    interpret: Callable[[Reading, Fields], None],
+    *,
+    signature: tuple[str, ...],
+    stacks: tuple[str, ...],
+    learning: tuple[str, ...] = (),
+    format: Format = RECIPE,
+    carries_model: bool = False,
+) -> Target:
+    """A framework whose files are read, not written, by code alone; keys that nobody knows are notes."""
+    return Target(name=name, title=title, format=format, signature=signature, options=(), interpret=interpret,
+                  stacks=stacks, unknown_keys="noted", carries_model=carries_model, learning=learning)  # fmt: skip
+
+
+def note(reading: Reading, unpriced: Mapping[str, str]) -> None:
+    """Says of settings that are on what their price leaves out."""
+    for key, words in unpriced.items():
+        below = [path for path in reading.settings if path == key or path.startswith(f"{key}.")]
+        reading.used.update(below)
+        value = reading.settings.get(key)
+        if below == [key] and (value in (False, None, 1, "", "none", [], {}) or _is_switched_off(value)):
+            continue
+        if below:
+            reading.notes.append(f"{key}{'' if below != [key] or value is True else ' ' + shown(value)}: {words}")
+
+
+def _is_switched_off(value: Any) -> bool:
+    return isinstance(value, int | float) and value <= 0
 
 
 # -- the model -----------------------------------------------------------------------------------------------

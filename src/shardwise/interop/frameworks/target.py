@@ -358,7 +358,8 @@ class Target:
         self.interpret(reading, fields)
         self._check_unknown(reading)
         fields = _with_stack(fields, self.stacks[0])
-        left = [key for key in settings if key not in reading.used and not self.names.ignores(key)]
+        left = [key for key, value in settings.items() if key not in reading.used
+                and not self.names.ignores(key) and not self.names.is_default(key, value)]  # fmt: skip
         reading.notes += [
             f"{key} is not a setting of {self.names.version}: left out" for key in left if key in strangers
         ]
