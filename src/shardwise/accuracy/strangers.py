@@ -15,9 +15,12 @@ _INTERNEVO = (
         "all",
         "fused RMSNorm of apex, rotary embedding and cross entropy of flash-attention; 16-bit weights and gradients "
         "beside fp32 masters; every weight has one rank, which broadcasts it after the update "
-        "(internlm/solver/optimizer/hybrid_zero_optim.py, _partition_param_list and broadcast_params)",
+        "(internlm/solver/optimizer/hybrid_zero_optim.py, _partition_param_list and broadcast_params); PyTorch 1.13.1 "
+        "and flash-attention 1.0.5 (doc/en/install.md at c18bec9, July 2023), AdamW of flat tensors (train.py)",
         {},
         stack={
+            "attention": "flash-1",
+            "adamw": "foreach",
             "owned_parameters": True,
             "norms": "fused",
             "loss": "fused",
@@ -29,10 +32,10 @@ _INTERNEVO = (
 _MODALITIES = (
     Variant(
         "all",
-        "FSDP1 with gradients reduced in bf16 (running_env/env_utils.py, BF_16); eager: its configurations of that "
-        "time compile nothing",
+        "FSDP1 with gradients reduced in bf16 (running_env/env_utils.py, BF_16), so AdamW of flat tensors, not fused "
+        "(optimizers/optimizer_factory.py before 9e661dc7); eager: its configurations of that time compile nothing",
         {},
-        stack={"gradient_reduce": "bf16"},
+        stack={"gradient_reduce": "bf16", "adamw": "foreach"},
     ),
 )
 _KEMPNER = (
@@ -166,6 +169,12 @@ _TPU_RECIPES = (
 
 
 _AO = (
+    Variant(
+        "H100",
+        "torchao of 28 February 2025, when torchtitan's AdamW was fused (6e4988550)",
+        {"gpu": "H100"},
+        stack={"adamw": "in place"},
+    ),
     Variant("MI300X", "torchtitan at 2c8b594 (August 2025)", {"gpu": "MI300"}, version="torchtitan@2025"),
     Variant("Llama 4 Scout", "torchao's MXFP8 experts (late 2025)", {"model": "Scout"}, version="torchtitan@2025"),
 )

@@ -109,9 +109,10 @@ class Stack(Spec):
     update_elements: int = count(0, minimum=0, maximum=10**18)
     """Gradients the update copies at a time, into one tensor and then into the masters' format (ZeRO-3; see
     `update_copies`). 0: they are read in place."""
-    adamw: Literal["in place", "foreach", "foreach unsharded"] = "in place"
-    """`foreach`: torch's default, which holds the square roots of all second moments at once during the update; also of
-    flat shards (FSDP1), but of FSDP2's only one parameter's (`foreach unsharded`)."""
+    adamw: Literal["in place", "one by one", "foreach", "foreach unsharded"] = "in place"
+    """One fused kernel, or one for every arithmetic step: of one tensor after another, or of all at once (`foreach`,
+    torch's default), with the square roots of all second moments held meanwhile. That holds for flat shards (FSDP1)
+    too; FSDP2's are updated one by one, unless the script asks for more (`foreach unsharded`)."""
     dispatch: Dispatch = "all-to-all"
     """How tokens reach their experts, unless the strategy says otherwise."""
     exchange_units: int = count(0, minimum=0, maximum=10**4)

@@ -137,7 +137,9 @@ def test_stages_whose_layers_are_tuned_unlike(job: Job, data: strategies.DataObj
 def test_seconds_of_other_software_too(job: Job, stack: str, on_nodes: bool) -> None:
     """Gathers and reductions in turn, buckets that grow with the ranks, weights that have an owner each."""
     known = stack_from("pytorch" if stack == "owned" else stack)
-    known = known.changed(owned_parameters=stack == "owned", bucket_per_rank=min(3000, known.bucket_per_rank))
+    known = known.changed(
+        owned_parameters=stack == "owned", bucket_per_rank=min(3000, known.bucket_per_rank), adamw="foreach"
+    )
     cluster = replace(job.cluster, library="nccl") if on_nodes else job.cluster
     job = replace(job, stack=known, cluster=cluster)
     assert table_of(job)[0] == pytest.approx(predict(job).step_seconds, rel=1e-9)

@@ -148,7 +148,7 @@ def square_roots(job: Job, contents: RankContents, sharding: Sharding) -> Any:
     _default_to_fused_or_foreach).
     """
     how = job.stack.adamw
-    if how == "in place" or sharding.offload.optimizer:
+    if how in ("in place", "one by one") or sharding.offload.optimizer:
         return 0.0
     roots = updated_parameters(contents, sharding) * OPTIMIZERS[job.training.optimizer].root
     if job.recipe.trained_copies:

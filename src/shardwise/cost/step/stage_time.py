@@ -27,6 +27,7 @@ from shardwise.spec.efficiency import by_layer
 from shardwise.spec.hardware import UPDATE_BYTES
 from shardwise.spec.job import Job
 from shardwise.spec.parameters import trained_parameters
+from shardwise.spec.training import OPTIMIZERS
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,9 @@ def slowdown(job: Job) -> float:
         return 1.0
     matmuls, attention, other = unslowed_seconds(job)
     parameters = trained_parameters(job.model, job.training.tuning) / job.strategy.tp
-    return efficiency.slowdown(matmuls, attention, other + _update_seconds(job, 38 * parameters, parameters))
+    return efficiency.slowdown(
+        matmuls, attention, other + _update_seconds(job, (update_bytes(job) + 8) * parameters, parameters)
+    )
 
 
 def unslowed_seconds(job: Job) -> tuple[float, float, float]:
@@ -253,6 +256,20 @@ def _launches(job: Job) -> float:
             )
             total += count * _PASSES * kernels * efficiency.operator_seconds
     return job.microbatches * total
+
+
+# Elements that torch's AdamW reads or writes of a parameter where it is not one fused kernel: decay 2, first moment 3,
+# second moment 2 and 3, its root, correction and epsilon 2 each, the weight 4 (torch/optim/adam.py,
+# _multi_tensor_adam and _single_tensor_adam). Instead of seven in fp32, which `UPDATE_BYTES` counts.
+_UNFUSED_ELEMENTS, _FUSED_BYTES = 20, 28
+
+
+def update_bytes(job: Job) -> float:
+    """Bytes that the update of a parameter moves."""
+    root = OPTIMIZERS[job.training.optimizer].root
+    if job.stack.adamw == "in place" or not root:
+        return UPDATE_BYTES
+    return UPDATE_BYTES - _FUSED_BYTES + _UNFUSED_ELEMENTS * root
 
 
 def _update_seconds(job: Job, moved: Any, parameters: Any) -> Any:
@@ -312,19 +329,19 @@ def host_update_seconds(job: Job, contents: RankContents, sharding: Sharding) ->
     if job.stack.is_own and sharding.offload.target == "nvme" and cluster.storage:
         stored = rank_state_bytes(contents, sharding, job.recipe, job.training.optimizer).stored
         seconds = maximum(0.0, seconds - sum(stored / cluster.disk_share(out=out) for out in (False, True)))
-    return seconds - _update_seconds(job, UPDATE_BYTES * updated, updated)
+    return seconds - _update_seconds(job, update_bytes(job) * updated, updated)
 
 
 def optimizer_seconds(job: Job, contents: RankContents, sharding: Sharding) -> Any:
     """The optimizer step, which is bound by memory, and the fixed overhead of a step.
 
-    It moves `UPDATE_BYTES` per updated parameter, 8 per local one (gradient norm and zeroing) and the bytes of gradient
+    It moves `update_bytes` per updated parameter, 8 per local one (gradient norm and zeroing) and the bytes of gradient
     compression at sustained bandwidth; offloaded states are updated where they are.
     """
     device = job.cluster.device
     updated = updated_parameters(contents, sharding)
     local = updated if sharding.gradients_sharded else contents.total
-    moved = UPDATE_BYTES * updated + 8 * local + sharding.moved_bytes * contents.total
+    moved = update_bytes(job) * updated + 8 * local + sharding.moved_bytes * contents.total
     seconds = _update_seconds(job, moved, updated) + _accumulation_seconds(job, contents) + step_overhead(job)
     seconds = seconds + host_update_seconds(job, contents, sharding)
     if sharding.offload.weights:
