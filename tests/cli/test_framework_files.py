@@ -109,7 +109,10 @@ def test_devices_alone_are_a_default_cluster_only_for_a_configuration(folder: Pa
     assert job_of(config, "--model", "llama3-8b", "--gpus", "64") == job_of(
         config, "--model", "llama3-8b", "--cluster", "dgx-h100:8"
     )
-    assert "cluster: is not in a deepspeed configuration" in error_line(run("analyze", config, "--model", "llama3-8b"))
+    # Batch 1024 is 4 × 4 × 64 ranks, as the file says itself.
+    assert job_of(config, "--model", "llama3-8b").cluster.devices == 64
+    titan = str(folder / "llama3_8b.toml")
+    assert "cluster: is not in a torchtitan configuration" in error_line(run("analyze", titan))
     assert "cluster: is missing" in error_line(run("analyze", "--model", "llama3-8b", "--gpus", "64"))
 
 

@@ -16,7 +16,7 @@ import pytest
 from cli.running import error_line, run
 from shardwise.api import analyze, plan
 from shardwise.interop.frameworks import TARGETS
-from shardwise.interop.kinds import kind_of
+from shardwise.interop.kinds import configuration_in
 from shardwise.spec.errors import SpecError
 from shardwise.spec.installation import is_installed
 from shardwise.ui.choices import catalogue
@@ -72,6 +72,11 @@ def test_a_file_is_priced_as_on_the_command_line(served: Served, tmp_path: Path,
     again = shlex.split(shown["command"].replace("job.yaml", str(tmp_path / "job.yaml")))
     printed = run(*again[1:], "--json")
     assert json.loads(printed.out)["time"]["predicted_seconds"] == wanted
+
+
+def kind_of(text: str, name: str = "") -> str:
+    found = configuration_in(text, name)
+    return found if isinstance(found, str) else found.framework
 
 
 def test_a_text_without_a_name_is_known_by_its_content() -> None:

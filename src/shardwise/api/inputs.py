@@ -12,7 +12,7 @@ from shardwise.api.given import JobArguments
 from shardwise.api.quantities import whole_number
 from shardwise.collectives.cost import check_algorithm
 from shardwise.interop.jobs import model_notes, priced_model_from, read_job_fields
-from shardwise.interop.kinds import other_framework, require_job, require_readable_script
+from shardwise.interop.kinds import other_framework, require_job
 from shardwise.planner.automatic import decided
 from shardwise.spec import presets
 from shardwise.spec.bare import BareNumbers, StandIn
@@ -154,15 +154,12 @@ def source_of(arguments: JobArguments) -> Mapping[str, Any] | Configuration:
     """What lies below the overrides: the fields of a job, or another framework's configuration."""
     if not arguments.file:
         return arguments.source
-    framework = other_framework(arguments.file)
-    if framework is None:
-        require_readable_script(arguments.file)
-        fields = read_job_fields(arguments.file)
-        require_job(fields, arguments.file)
-        return fields
-    from shardwise.interop.frameworks import configuration_in
-
-    return configuration_in(arguments.file, framework)
+    configuration = other_framework(arguments.file)
+    if configuration is not None:
+        return configuration
+    fields = read_job_fields(arguments.file)
+    require_job(fields, arguments.file)
+    return fields
 
 
 def _job_fields(arguments: JobArguments, *, runs_here: bool = False) -> tuple[dict[str, Any], str | None, list[str]]:
@@ -178,7 +175,9 @@ def _job_fields(arguments: JobArguments, *, runs_here: bool = False) -> tuple[di
         fields, framework, notes = dict(source), None, list[str]()
     else:
         framework = source.framework
+        numbers, sized = _sized(numbers, source, named)
         fields, notes = _imported(source, numbers, named, overrides)
+        notes += sized
         if runs_here:
             fields.pop("stack", None)
     whole_overlap = "overlap" in _mapping(fields.get("strategy")) or "strategy.overlap" in overrides
@@ -231,9 +230,6 @@ def _imported(
     notes, framework = [], configuration.framework
     known = dict(named)
     if not numbers.given("cluster") and "cluster" not in known:
-        if numbers.gpus is None:
-            remedy = f"give ⟨gpus=64⟩ for a {DEFAULT_CLUSTER}, or ⟨cluster=dgx-h100:8⟩ (`shardwise list clusters`)"
-            raise SpecError("cluster", f"is not in a {framework} configuration", remedy)
         known["cluster"] = DEFAULT_CLUSTER
         notes.append(f"no cluster is given: {numbers.gpus} devices of a {DEFAULT_CLUSTER} are assumed")
     machine = _cluster(numbers, known)
@@ -253,6 +249,36 @@ def _imported(
     if isinstance(fields.get("model"), dict):
         fields["model"] = {"name": f"from-{framework}", **fields["model"]}
     return fields, [f"{configuration.file}: {read.kind}", *notes, *read.notes, *read.not_priced]
+
+
+def _sized(
+    numbers: BareNumbers, configuration: Configuration, named: Mapping[str, Any]
+) -> tuple[BareNumbers, list[str]]:
+    """The numbers with as many devices as the configuration, or the script that starts it, says, unless given."""
+    launch, cluster = configuration.launch, named.get("cluster")
+    whole = numbers.given("cluster") or not (cluster is None or (isinstance(cluster, str) and ":" not in cluster))
+    started = launch is not None and launch.devices is not None
+    if numbers.gpus is not None or whole or (cluster is not None and not started):
+        return numbers, []
+    devices = (
+        launch.devices if launch is not None and started else configuration.read(_given_model(numbers, named)).devices
+    )
+    if devices is None:
+        remedy = f"give ⟨gpus=64⟩ for a {DEFAULT_CLUSTER}, or ⟨cluster=dgx-h100:8⟩ (`shardwise list clusters`)"
+        why = f" ({launch.unknown})" if launch is not None and launch.unknown else ""
+        raise SpecError("cluster", f"is not in a {configuration.framework} configuration{why}", remedy)
+    numbers = replace(numbers, gpus=devices)
+    if launch is None or not started:
+        return numbers, []
+    held = launch.node_devices
+    machine = cluster_from(cluster or DEFAULT_CLUSTER)
+    if numbers.gpus_per_node is None and held is not None and held < machine.node_devices and devices > held:
+        numbers = replace(numbers, gpus_per_node=held)
+    return numbers, [f"the script starts {launch.size_words}"]
+
+
+def _given_model(numbers: BareNumbers, named: Mapping[str, Any]) -> Model | None:
+    return _model(numbers, named) if numbers.given("model") or "model" in named else None
 
 
 def _model(numbers: BareNumbers, fields: Mapping[str, Any]) -> Model:

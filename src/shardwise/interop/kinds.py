@@ -6,33 +6,40 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shardwise.interop.recognise import CONFIG, JOB, own_kind, suffix_of
+from shardwise.interop.recognise import JOB, own_kind, suffix_of
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.files import MOST_IN_CONFIGURATION, bounded_text
 from shardwise.spec.job import Job
 
+if TYPE_CHECKING:
+    from shardwise.interop.frameworks import Configuration
 
-def kind_of(text: str, name: str = "") -> str:
-    """`JOB`, `CONFIG` or the name of a framework; anything else is read as a job, whose rules then say why it is none.
 
-    ``name`` is that of the file, if it has one.
+def configuration_in(text: str, name: str = "", folder: Path | None = None) -> Configuration | str:
+    """The configuration of another framework that a text is, or that it starts if it is a script; else its own kind.
+
+    Anything else is read as a job, whose rules then say why it is none. ``name`` is that of the file, if it has one;
+    files that it names are read from ``folder``.
     """
     kind = own_kind(text, name)
     if kind is not None:
         return kind
     # The frameworks' tables are only loaded for a file that is not clearly ours.
-    from shardwise.interop.frameworks import recognised
+    from shardwise.interop.frameworks import configuration_of
 
-    return recognised(text, suffix_of(text, name)) or JOB
+    configuration = configuration_of(text, name, folder)
+    if configuration is None:
+        _require_readable_script(text, name)
+    return configuration or JOB
 
 
-def other_framework(path: Path | str) -> str | None:
-    """The framework whose configuration the file is; None for our own job file, and for any other file."""
+def other_framework(path: Path | str) -> Configuration | None:
+    """The configuration of another framework in a file; None for our own job file, and for any other file."""
     text = _text_of(path)
-    kind = JOB if text is None else kind_of(text, str(path))
-    return None if kind in (JOB, CONFIG) else kind
+    kind = JOB if text is None else configuration_in(text, Path(path).name, Path(path).parent)
+    return None if isinstance(kind, str) else kind
 
 
 def _text_of(path: Path | str) -> str | None:
@@ -60,10 +67,9 @@ def require_job(data: Mapping[str, Any], name: str) -> None:
 _CONFIGURATIONS = re.compile(r"[\w./-]+\.(?:ya?ml|json|toml)\b")
 
 
-def require_readable_script(path: Path | str) -> None:
+def _require_readable_script(text: str, name: str) -> None:
     """Raises SpecError for a script that starts something whose options no framework here has."""
-    text = _text_of(path)
-    if text is None or suffix_of(text, str(path)) != ".sh":
+    if suffix_of(text, name) != ".sh":
         return
     from shardwise.interop.frameworks import starts_another
 
@@ -72,4 +78,7 @@ def require_readable_script(path: Path | str) -> None:
         return
     named = sorted(set(_CONFIGURATIONS.findall(text)))
     remedy = f"give the file that it names: {' or '.join(named[:3])}" if named else "describe the job in a job file"
-    raise SpecError(Path(path).name, f"starts {shown(started)}, whose options are not read (Megatron-LM's are)", remedy)
+    problem = f"starts {shown(started)}, whose options are not read (Megatron-LM's are)"
+    if named:
+        problem = f"starts {shown(started)} with {' or '.join(named[:3])}, which is not beside it or of no known kind"
+    raise SpecError(name, problem, remedy)

@@ -11,7 +11,7 @@ import ast
 import fnmatch
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.interop.shell_words import (
@@ -32,6 +32,7 @@ _ASSIGNMENT = re.compile(rf"({_NAME})(?:\[[^]]*\])?(\+?)=(.*)", re.DOTALL)
 _DECLARING = ("export", "declare", "local", "readonly", "typeset")
 _SEPARATORS = ("\n", ";", ";;", "&&", "||", "|", "&")
 _PRINTING = ("echo", "printf")
+_HOLDS_A_COMMAND = re.compile(r"\.py\b|\b(?:torchrun|deepspeed|accelerate|axolotl|llamafactory-cli|tune|litgpt|trl)\s")
 
 
 class Unset(str):
@@ -55,20 +56,25 @@ class _Scope:
         return text
 
 
-def commands(text: str) -> list[list[str]]:
-    """The words of every command that would be run, in order. Raises `Malformed`."""
-    scope = _Scope()
+def commands_of(text: str, environment: Mapping[str, str]) -> tuple[list[list[str]], Mapping[str, list[str]]]:
+    """The words of all commands that a script would run, and its variables at its end; raises `Malformed`."""
+    scope = _run_whole(text, environment)
+    return _whole_commands(scope.commands), scope.values
+
+
+def _run_whole(text: str, environment: Mapping[str, str]) -> _Scope:
+    scope = _Scope({name: [value] for name, value in environment.items()})
     _run(text, scope, 0)
-    return _whole_commands(scope.commands)
+    return scope
 
 
-def python_command(text: str) -> list[str]:
+def python_command(text: str, environment: Mapping[str, str] | None = None) -> list[str]:
     """The words of the last command with options for a Python script, from the script on.
 
-    Without one: all options that stand alone, then those that variables hold. Raises `Malformed`.
+    Without one: all options that stand alone, then those that variables hold. Raises `Malformed`. ``environment`` is
+    what is known of the variables that are set outside.
     """
-    scope = _Scope()
-    _run(text, scope, 0)
+    scope = _run_whole(text, environment or {})
     commands = _whole_commands(scope.commands)
     scripts = [words for command in commands if (words := _from_script(command))]
     with_options = [words for words in scripts if any(word.startswith("--") for word in words)]
@@ -202,8 +208,11 @@ def _simple(given: Sequence[Token], scope: _Scope, depth: int) -> None:
             _run_inside(_filled(token.body, scope), scope, depth)
         elif isinstance(token, Word):
             words += _fields(token.text, scope)
+    if words[:1] == ["eval"]:
+        _run_inside(" ".join(words[1:]), scope, depth)
+        return
     for word in words if words[:1] and words[0] not in _PRINTING else ():
-        if ".py" in word and len(word.split()) > 1:
+        if _HOLDS_A_COMMAND.search(word) and len(word.split()) > 1:
             _run_inside(word, scope, depth)
     if words:
         scope.commands.append([scope.count(word) for word in words])

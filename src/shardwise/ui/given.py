@@ -22,7 +22,7 @@ from shardwise.interop.frameworks import READERS, Configuration
 from shardwise.interop.hub_cache import download
 from shardwise.interop.huggingface import left_out
 from shardwise.interop.jobs import job_fields_in, located
-from shardwise.interop.kinds import kind_of, require_job
+from shardwise.interop.kinds import configuration_in, require_job
 from shardwise.interop.recognise import CONFIG, JOB, is_hf_config
 from shardwise.spec import presets
 from shardwise.spec.clusters import cluster_from
@@ -182,9 +182,13 @@ def imported(given: Mapping[str, Any]) -> Keywords:
     SpecError that the command prints for the file.
     """
     text, name, beside = _checked(given)
-    kind = kind_of(text, name)
-    read = {JOB: _of_job, CONFIG: _of_config}.get(kind)
-    made = _of_framework(Configuration(name, kind, text), beside) if read is None else read(text, name, beside)
+    found = configuration_in(text, name)
+    kind = found if isinstance(found, str) else found.framework
+    made = (
+        {JOB: _of_job, CONFIG: _of_config}[found](text, name, beside)
+        if isinstance(found, str)
+        else _of_framework(found, beside)
+    )
     words = _TITLES[kind] if kind in _TITLES else f"{READERS[kind].title} configuration"
     answer = {"name": name, "kind": kind, "words": words, **vars(made)}
     try:

@@ -423,7 +423,7 @@ def test_a_script_of_another_tool_is_not_judged_as_megatrons(
     file = tmp_path / "launch.sh"
     file.write_text(script + "\n")
     line = error_line(run("analyze", str(file), "--cluster", "dgx-h100"))
-    assert f"starts '{started}'" in line and named in line
+    assert f"starts '{started}'" in line and named in line, line
 
 
 def test_a_misspelt_job_file_is_still_one(tmp_path: Path) -> None:

@@ -6,9 +6,8 @@ understands one. A new framework is one file with a table, its option names unde
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from shardwise.interop.frameworks.accelerate import ACCELERATE
 from shardwise.interop.frameworks.axolotl import AXOLOTL
 from shardwise.interop.frameworks.colossalai import COLOSSALAI
 from shardwise.interop.frameworks.deepspeed import DEEPSPEED
-from shardwise.interop.frameworks.documents import command_words
+from shardwise.interop.frameworks.documents import Settings, command_words, with_settings
 from shardwise.interop.frameworks.gpt_neox import GPT_NEOX
 from shardwise.interop.frameworks.job_fields import Exported, Imported, Lost, effective_fields
 from shardwise.interop.frameworks.litgpt import LITGPT
@@ -28,6 +27,7 @@ from shardwise.interop.frameworks.target import Target
 from shardwise.interop.frameworks.torchtitan import TORCHTITAN
 from shardwise.interop.frameworks.torchtune import TORCHTUNE
 from shardwise.interop.frameworks.trl import TRL
+from shardwise.interop.launches import ScriptLaunch, launch_of
 from shardwise.interop.recognise import own_kind, suffix_of
 from shardwise.spec import files, presets
 from shardwise.spec.errors import SpecError, nearest_name, shown
@@ -38,8 +38,8 @@ from shardwise.spec.stack import Stack, stack_from
 from shardwise.spec.training import RECIPES
 
 __all__ = ["READERS", "TARGETS", "Configuration", "Exported", "Imported", "Lost", "Target", "as_run_by", "can_run",
-           "configuration_in", "export", "framework_of", "lacking", "matching_precision", "own_stack", "read",
-           "recognised", "starts_another", "target"]  # fmt: skip
+           "configuration_in", "configuration_of", "export", "framework_of", "lacking", "matching_precision",
+           "own_stack", "read", "recognised", "started_by", "starts_another", "target"]  # fmt: skip
 
 TARGETS: dict[str, Target] = {
     framework.name: framework for framework in (DEEPSPEED, MEGATRON, TORCHTITAN, ACCELERATE, NANOTRON, COLOSSALAI)
@@ -92,6 +92,8 @@ class Configuration:
     framework: str
     text: str
     folder: Path | None = None  # where other files that it names are read from
+    settings: Settings = field(default_factory=dict)  # over those of the text, by dotted path
+    launch: ScriptLaunch | None = None  # of the script that starts it, or that it is
 
     def read(
         self, model: Model | None = None, cluster: Cluster | None = None, given: Mapping[str, Any] | None = None
@@ -100,19 +102,113 @@ class Configuration:
 
         ``model``, ``cluster`` and ``given`` (fields by dotted path: ``{"strategy.pp": 4}``) are known beside it.
         """
+        sharding = self._sharding_of_accelerate(cluster)
+        text = with_settings(self.text, self.file, self.settings) if self.settings else self.text
         try:
-            return READERS[self.framework].read(self.text, model, cluster, given, self._beside)
+            read = READERS[self.framework].read(text, model, cluster, {**(given or {}), **sharding}, self._beside)
         except SpecError as error:
             raise SpecError(f"{self.file}: {error.field}".rstrip(": "), error.problem, error.remedy) from None
+        return self._as_launched(read, sharding)
+
+    def _sharding_of_accelerate(self, cluster: Cluster | None) -> dict[str, Any]:
+        """What the file says that ``accelerate launch`` is given, where it is there."""
+        text = self._beside(self.launch.accelerate) if self.launch is not None and self.launch.accelerate else None
+        if text is None or self.launch is None:
+            return {}
+        size = {} if cluster is None else {"num_processes": cluster.devices}
+        read = replace(self, file=self.launch.accelerate, framework=ACCELERATE.name, text=text, settings=size,
+                       launch=None).read(cluster=cluster)  # fmt: skip
+        unset = {"strategy.tp": 1, "strategy.cp": 1, "strategy.zero": 0}  # said by the other file, if at all
+        strategy = {
+            path: value for path, value in read.fields.items()
+            if path.startswith("strategy.") and unset.get(path) != value
+        }  # fmt: skip
+        return {**strategy, DEVICES: read.devices}
+
+    def _as_launched(self, read: Imported, sharding: Mapping[str, Any]) -> Imported:
+        launch, notes, fields = self.launch, list(read.notes), dict(read.fields)
+        if launch is None:
+            return read
+        if sharding:
+            fields |= {path: value for path, value in sharding.items() if path != DEVICES}
+            notes.append(f"{launch.accelerate} is read as the configuration of Accelerate")
+        elif launch.accelerate:
+            notes.append(f"{launch.accelerate} is not beside the script: how Accelerate shards is not known")
+        notes += [f"{name} comes from outside of the script: left out" for name in launch.outside if self.settings]
+        return replace(
+            read, fields=fields, notes=tuple(notes), devices=launch.devices or sharding.get(DEVICES) or read.devices
+        )
 
     def _beside(self, name: str) -> str | None:
-        path = None if self.folder is None else self.folder / name
-        return read_text(path) if path is not None and path.is_file() else None
+        return None if self.folder is None else _text_beside(self.folder, name)
+
+
+DEVICES = "devices"
+_FOLDERS_ABOVE = 4  # paths are often from the root of a repository, and files in a folder below it
+
+
+def _text_beside(folder: Path, name: str) -> str | None:
+    """The text of a file that another in ``folder`` names: from there, or from a folder above; or beside it."""
+    places = [folder / name, *(above / name for above in list(folder.absolute().parents)[:_FOLDERS_ABOVE])]
+    try:
+        path = next((path for path in (*places, folder / Path(name).name) if path.is_file()), None)
+    except (OSError, ValueError):  # not the name of a file
+        return None
+    return None if path is None else read_text(path)
 
 
 def configuration_in(path: Path | str, framework: str) -> Configuration:
     """A file of the framework; raises SpecError if it cannot be read."""
-    return Configuration(Path(path).name, framework, read_text(path), Path(path).parent)
+    return _as_script(Configuration(Path(path).name, framework, read_text(path), Path(path).parent))
+
+
+def configuration_of(text: str, name: str, folder: Path | None = None) -> Configuration | None:
+    """The configuration of another framework that a text is, or that is started by it if it is a script."""
+    suffix = suffix_of(text, name)
+    framework = recognised(text, suffix)
+    if framework is not None:
+        return _as_script(Configuration(name, framework, text, folder))
+    return started_by(text, name, folder) if suffix == ".sh" else None
+
+
+def _as_script(configuration: Configuration) -> Configuration:
+    """The configuration with its size, where it is a script that starts its framework itself."""
+    if suffix_of(configuration.text, configuration.file) != ".sh":
+        return configuration
+    return replace(configuration, launch=launch_of(configuration.text, _programs(), configuration._beside))
+
+
+def started_by(text: str, name: str, folder: Path | None = None) -> Configuration | None:
+    """The configuration that a script starts: in the file that it names, or in its own options."""
+
+    def beside(file: str) -> str | None:
+        return None if folder is None else _text_beside(folder, file)
+
+    launch = launch_of(text, _programs(), beside)
+    if launch is None:
+        return None
+    framework = _of_program(launch)
+    for file in launch.files:
+        content = beside(file)
+        if content is None:
+            continue
+        kind = framework or recognised(content, suffix_of(content, file))
+        if kind is not None:
+            above = None if folder is None else folder / Path(file).parent
+            above = above if above is not None and above.is_dir() else folder
+            return Configuration(Path(file).name, kind, content, above, launch.settings, launch)
+    if launch.files or framework is None:
+        return None
+    return Configuration(name, framework, "", folder, launch.settings, launch)
+
+
+def _programs() -> dict[str, str]:
+    """Frameworks by the commands, or modules of Python, that start them."""
+    return {program: framework.name for framework in READERS.values() for program in framework.programs}
+
+
+def _of_program(launch: ScriptLaunch | None) -> str | None:
+    return None if launch is None else _programs().get(launch.program.rpartition("/")[2].partition(".")[0])
 
 
 def framework_of(path: Path | str) -> str | None:
@@ -126,6 +222,8 @@ def framework_of(path: Path | str) -> str | None:
 
 def recognised(text: str, suffix: str) -> str | None:
     """The framework whose configuration a text looks like, if any; ``suffix`` is that of files in its format."""
+    if suffix == ".sh" and _of_program(launch_of(text, _programs())) is not None:
+        return None  # it has options, but its settings are in another file
     for framework in READERS.values():
         if suffix not in framework.format.suffixes:
             continue
@@ -145,23 +243,20 @@ def recognised(text: str, suffix: str) -> str | None:
     return TORCHTITAN.name if suffix == ".toml" else None
 
 
-_COMMANDS = re.compile(
-    r"^\s*(axolotl|llamafactory-cli|tune|litgpt|trl|torchrun|deepspeed|accelerate|ray)\s", re.MULTILINE
-)
-
-
 def starts_another(text: str) -> str | None:
     """What a script starts where that is plainly not Megatron-LM; None if it may be, or if it cannot be read."""
+    launch = launch_of(text, _programs())
+    if launch is None:
+        return None
+    program = launch.program.rpartition("/")[2]
+    if program.startswith("pretrain") or "megatron" in launch.program.lower():
+        return None
     try:
         words = command_words(text, MEGATRON.title)
     except SpecError:
-        other = _COMMANDS.search(text)
-        return other[1] if other else None
-    script = words[0].rpartition("/")[2] if words and words[0].endswith(".py") else ""
-    if not script or script.startswith("pretrain") or "megatron" in words[0].lower():
-        return None
+        return program
     theirs = any(word.partition("=")[0] in MEGATRON.signature for word in words)
-    return None if theirs else script
+    return None if theirs else program
 
 
 def read_text(path: Path | str) -> str:
@@ -191,15 +286,15 @@ def can_run(job: Job, name: str) -> list[Lost]:
     of one noun of the model are one entry.
     """
     missing = {lost.field: lost for lost in target(name).export(job).missing}
-    implied = {path for field in missing for path in _FOLLOWING.get(field, ())}
+    implied = {path for name in missing for path in _FOLLOWING.get(name, ())}
     short: dict[str, Lost] = {}
-    for field, lost in missing.items():
-        noun, _, inner = field.rpartition(".")
+    for path, lost in missing.items():
+        noun, _, inner = path.rpartition(".")
         if noun in ("model.mla", "model.moe"):
             names = [*(short[noun].value if noun in short else []), inner]
             short[noun] = Lost(noun, names, lost.why)
-        elif field not in implied:
-            short[field] = lost
+        elif path not in implied:
+            short[path] = lost
     return list(short.values())
 
 

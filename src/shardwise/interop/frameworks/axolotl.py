@@ -188,6 +188,7 @@ AXOLOTL = Target(
     title="Axolotl",
     format=recipes.RECIPE,
     signature=("base_model",),
+    programs=("axolotl",),
     options=(),
     interpret=_interpret,
     stacks=("accelerate", "deepspeed"),

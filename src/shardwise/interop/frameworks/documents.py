@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.interop.keys import unflatten
-from shardwise.interop.shell import Unset, commands, python_command
+from shardwise.interop.launches import environment_of
+from shardwise.interop.recognise import suffix_of
+from shardwise.interop.shell import Unset, commands_of, python_command
 from shardwise.interop.shell_words import Malformed
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.files import dump_yaml, parse_json, parse_toml, parse_yaml
@@ -155,6 +157,25 @@ def _render_toml(settings: Settings, names: Names) -> str:
     return f"# {names.version}\n\n" + "\n\n".join(blocks) + "\n"
 
 
+def with_settings(text: str, name: str, settings: Settings) -> str:
+    """A configuration with other settings over its own, by dotted path, as JSON, which its parser reads as well."""
+    suffix = suffix_of(text, name)
+    if suffix == ".json":
+        tree = parse_json(without_comments(text), name)
+    else:
+        tree = parse_toml(text, name) if suffix == ".toml" else parse_yaml(text, name)
+    kept = {
+        key: value for key, value in flatten(tree or {}, name).items()
+        if not any(key.startswith(f"{path}.") or path.startswith(f"{key}.") for path in settings)
+    }  # fmt: skip
+    try:
+        return json.dumps(unflatten({**kept, **settings}), default=str)
+    except (TypeError, AttributeError):
+        raise SpecError(
+            name, "and what the script sets beside it do not fit together", "write all in the file"
+        ) from None
+
+
 TOML = Format((".toml",), lambda text, what, names: flatten(parse_toml(text, what), what), _render_toml)
 
 
@@ -197,7 +218,7 @@ def command_words(text: str, what: str) -> list[str]:
         problem = f"{len(text):,} characters are too many for a script"
         raise SpecError(what, problem, "name the script that starts pretrain_gpt.py")
     try:
-        words = python_command(text)
+        words = python_command(text, environment_of(text))
     except Malformed as error:
         raise SpecError(what, f"malformed command line: {error}", "close the quotes") from None
     said = any(line.strip() and not line.lstrip().startswith("#") for line in text.splitlines())
@@ -235,7 +256,8 @@ def launched(text: str, what: str, program: str, file: str = "") -> Settings:
     A YAML file among its words is the setting ``file``. Raises SpecError where nothing starts it.
     """
     try:
-        given = [words[at + 1 :] for words in commands(text) for at, word in enumerate(words)
+        commands, _ = commands_of(text, environment_of(text))
+        given = [words[at + 1 :] for words in commands for at, word in enumerate(words)
                  if re.fullmatch(program, word)]  # fmt: skip
     except Malformed as error:
         raise SpecError(what, f"malformed command line: {error}", "close the quotes") from None

@@ -110,6 +110,7 @@ LITGPT = Target(
     title="LitGPT",
     format=recipes.RECIPE,
     signature=("train.micro_batch_size",),
+    programs=("litgpt",),
     options=(),
     interpret=_interpret,
     stacks=("pytorch",),

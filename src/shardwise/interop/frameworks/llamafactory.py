@@ -162,6 +162,7 @@ LLAMAFACTORY = Target(
     title="LLaMA-Factory",
     format=replace(recipes.RECIPE, parse=_parse),
     signature=("finetuning_type", "cutoff_len"),
+    programs=("llamafactory-cli", "llamafactory"),
     options=(),
     interpret=_interpret,
     stacks=("accelerate", "deepspeed"),

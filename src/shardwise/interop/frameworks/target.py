@@ -265,6 +265,7 @@ class Target:
     title: str  # name in full
     format: Format  # how its files are read and written
     signature: tuple[str, ...]  # settings that only its files have
+    programs: tuple[str, ...] = field(default=(), kw_only=True)  # commands, or modules of Python, that start it
     options: tuple[Option, ...]  # the table
     interpret: Callable[[Reading, dict[str, Any]], None]  # fields that depend on several settings
     compose: Callable[[Job], Settings] | None = None

@@ -135,6 +135,7 @@ TORCHTUNE = Target(
     title="torchtune",
     format=recipes.RECIPE,
     signature=("model._component_", "policy_model._component_"),
+    programs=("tune",),
     options=(),
     interpret=_interpret,
     stacks=("pytorch", "pytorch-compiled"),

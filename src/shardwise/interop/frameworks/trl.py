@@ -33,7 +33,8 @@ def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
         fields["training.task"] = "sft"
     fields["training.seq"] = reading.count("max_length", reading.count("max_seq_length", 1024))
     fields.update({"strategy.tp": 1, "strategy.cp": 1, "strategy.zero": 0})
-    reading.notes.append("how the run is sharded is in Accelerate's file: strategy.zero is 3 for FSDP and ZeRO-3")
+    if "strategy.zero" not in reading.given:
+        reading.notes.append("how the run is sharded is in Accelerate's file: strategy.zero is 3 for FSDP and ZeRO-3")
     recipes.read_batch(
         reading, fields, "per_device_train_batch_size", "gradient_accumulation_steps", usual=8
     )  # transformers' default
@@ -100,6 +101,7 @@ TRL = Target(
     title="TRL",
     format=recipes.RECIPE,
     signature=("max_seq_length", "max_length", "use_peft", "dataset_mixture", "dataset_mixer", "dataset_name"),
+    programs=("trl",),
     options=(),
     interpret=_interpret,
     stacks=("trl",),
