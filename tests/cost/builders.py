@@ -12,6 +12,7 @@ from shardwise.spec import presets
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
+from shardwise.spec.layers import LayerRecord
 from shardwise.spec.model import Model
 from shardwise.spec.stack import Stack
 from shardwise.spec.strategy import Strategy
@@ -19,6 +20,8 @@ from shardwise.spec.training import Training
 
 GIB = 2**30
 HIDDEN = 128 * 64 * 2  # bytes of one microbatch of one sequence: s·h·e
+
+DENSE, MIXTURE = LayerRecord(), LayerRecord(feed_forward="mixture")
 
 GPT = Model(
     layers=8,

@@ -124,7 +124,7 @@ def kept_by_compiled_layer(model: Model, strategy: dict[str, Any]) -> int:
 @pytest.mark.parametrize("model", [LLAMA, GPT], ids=["llama", "gpt"])
 def test_a_compiled_layer_keeps_what_the_planner_says(model: Model) -> None:
     for strategy in (CHEAP, {**CHEAP, "recompute_operators": ["alternate-products"]}):
-        planned = layer_activation_bytes(job_of(model, **strategy), moe=False)
+        planned = layer_activation_bytes(job_of(model, **strategy), *model.kinds)
         assert kept_by_compiled_layer(model, strategy) == planned
 
 

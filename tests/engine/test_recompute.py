@@ -96,7 +96,7 @@ def test_a_layer_keeps_what_the_planner_says(name: str, precision: str) -> None:
         job = job_of(model, precision, **strategy)
         kept = sum(one.bytes for one in kept_by_last_layer(recomputing(job), job))
         numbers = 0.0 if way in ("full", "products") else norm_statistics(model)
-        assert kept == layer_activation_bytes(job, moe=False) + numbers * job.training.recipe.activation, way
+        assert kept == layer_activation_bytes(job, job.model.kinds[0]) + numbers * job.training.recipe.activation, way
 
 
 def test_a_mixture_of_experts_frees_what_the_planner_says() -> None:
@@ -105,11 +105,12 @@ def test_a_mixture_of_experts_frees_what_the_planner_says() -> None:
     for strategy in (only("norm"), only("activation"), CHEAP):
         job = job_of(MIXTURE, **strategy)
         kept = sum(one.bytes for one in kept_by_last_layer(recomputing(job), job))
-        freed = layer_activation_bytes(plain, moe=True) - layer_activation_bytes(job, moe=True)
+        (kind,) = job.model.kinds
+        freed = layer_activation_bytes(plain, kind) - layer_activation_bytes(job, kind)
         assert whole - kept == freed
     job = job_of(MIXTURE, **FULL)
     kept = sum(one.bytes for one in kept_by_last_layer(recomputing(job), job))
-    assert kept == layer_activation_bytes(job, moe=True)
+    assert kept == layer_activation_bytes(job, *job.model.kinds)
 
 
 def test_stages_of_a_rank_share_the_layers_that_are_recomputed_whole() -> None:
@@ -190,7 +191,7 @@ def tensor_parallel(model: Model, strategy: dict[str, Any]) -> tuple[Any, float,
     with Collectives() as collectives:
         found = step(decoder)
     kept = sum(one.bytes for one in kept_by_last_layer(decoder, job))
-    return found, kept, layer_activation_bytes(job, moe=False), collectives.names
+    return found, kept, layer_activation_bytes(job, job.model.kinds[0]), collectives.names
 
 
 @pytest.mark.slow

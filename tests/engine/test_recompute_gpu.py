@@ -55,7 +55,7 @@ def trained(model: Model, strategy: dict[str, Any], compiled: bool) -> tuple[flo
         loss = hidden.float().square().mean()
         loss.backward()
     gradients = [parameter.grad for parameter in decoder.parameters() if parameter.grad is not None]
-    layers = model.layers * layer_activation_bytes(planned, moe=model.moe is not None)
+    layers = model.layers * layer_activation_bytes(planned, *model.kinds)
     return kept, layers, loss.item(), torch.nn.utils.get_total_norm(gradients).item()
 
 

@@ -47,7 +47,7 @@ def test_what_a_rank_runs_is_what_its_stages_run(schedule: str, model: Model) ->
     assert [layer for layers in stage_layers(case) for layer in layers] == list(range(case.model.layers))
     for rank in range(2):
         held, parts = rank_contents(case, rank), [stage_contents(case, one) for one in stages_of_rank(case, rank)]
-        assert held.dense_layers == sum(one.dense_layers for one in parts)
+        assert held.layers == sum(one.layers for one in parts)
         assert held.moe_layers == sum(one.moe_layers for one in parts)
         assert held.has_embedding == any(one.has_embedding for one in parts)
         assert held.has_head == any(one.has_head for one in parts)

@@ -74,8 +74,11 @@ def _counted_flops(row: TableRow, source: Source, job: Job) -> tuple[float, str]
     if recomputed and job.strategy.recompute == "full":
         per_token += per_token / 3 - head_forward_flops(job.model)
     elif recomputed and "attention" in job.recomputed_operators:
-        layer = layer_forward_flops(job.model, job.training.seq, moe=False, halve_causal=convention == "causal")
-        per_token += job.model.layers * layer.attention
+        per_token += sum(
+            count
+            * layer_forward_flops(job.model, job.training.seq, kind, halve_causal=convention == "causal").attention
+            for kind, count in job.model.layers_of_kinds
+        )
     return per_token * job.tokens_per_step, convention + (" with recompute" if recomputed else "")
 
 

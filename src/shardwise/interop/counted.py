@@ -208,8 +208,7 @@ class Counts:
 def fitted(counts: Counts) -> Model:
     """A decoder with these parameters to the digit, and these FLOPs."""
     model = _with_mlps(_with_norms(_with_attention(_outline(counts), counts), counts), counts)
-    per_layer = {moe: layer_parameters(model, moe=moe).total for moe in (False, True)}
-    in_layers = model.moe_layers * per_layer[True] + (model.layers - model.moe_layers) * per_layer[False]
+    in_layers = sum(count * layer_parameters(model, kind).total for kind, count in model.layers_of_kinds)
     left = round(counts.in_layers - in_layers)
     ends = counts.parameters - counts.in_layers - embedding_parameters(model) - head_parameters(model)
     beyond = 0.0

@@ -114,7 +114,7 @@ def _expert_flops(job: Job) -> float:
     """FLOPs of a rank's routed experts in a step with a balanced load."""
     each = (
         operator
-        for operator in layer_operators(job.model, layer_shape(job), moe=True)
+        for operator in layer_operators(job.model, layer_shape(job), job.model.kinds[-1])
         if operator.role is OperatorRole.EXPERTS
     )
     return 3 * LAYERS * job.microbatches * sum(float(operator.flops) for operator in each)

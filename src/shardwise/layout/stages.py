@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from shardwise.spec.fine_tuning import EVERYTHING, Tuning
 from shardwise.spec.job import Job
+from shardwise.spec.layers import LayerRecord
 from shardwise.spec.model import Model
 from shardwise.spec.parameters import (
     LayerParameters,
@@ -21,6 +22,9 @@ from shardwise.spec.parameters import (
     tuned_layer,
 )
 from shardwise.spec.rules import stage_layer_counts
+
+Kinds = tuple[tuple[LayerRecord, int], ...]
+"""How many layers there are of each kind."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,7 @@ class RankContents:
     """
 
     rank: int
-    dense_layers: int
-    moe_layers: int
+    kinds: Kinds
     has_embedding: bool
     has_head: bool
     layer_matrices: float
@@ -52,7 +55,17 @@ class RankContents:
 
     @property
     def layers(self) -> int:
-        return self.dense_layers + self.moe_layers
+        return sum(count for _, count in self.kinds)
+
+    @property
+    def moe_layers(self) -> int:
+        """Those with experts."""
+        return sum(count for kind, count in self.kinds if kind.feed_forward == "mixture")
+
+    @property
+    def held(self) -> Kinds:
+        """The kinds that it has a layer of."""
+        return tuple((kind, count) for kind, count in self.kinds if count)
 
     @property
     def dense(self) -> float:
@@ -94,20 +107,18 @@ def rank_contents(job: Job, rank: int) -> RankContents:
     return _rank_contents(job, rank, _layers_of_stages(job))
 
 
-def _rank_contents(job: Job, rank: int, stages: tuple[tuple[int, int], ...]) -> RankContents:
+def _rank_contents(job: Job, rank: int, stages: tuple[_Counts, ...]) -> RankContents:
     model, strategy, last = job.model, job.strategy, len(stages) - 1
     chunks, held = stages_of_rank(job, rank), _held_by_rank(job, rank)
-    dense, moe = _layers_run(job, stages, chunks)
     degrees = {
         "tensor_parallel": strategy.tp,
         "expert_parallel": strategy.ep,
         "expert_tensor_parallel": strategy.expert_tensor_parallel,
     }
     tuning, ends = tuned_at(job, rank).training.tuning, _Ends(0.0, 0.0)
-    kinds = zip(_summed(stages, held), (False, True))
     layers = [
-        (count, tuned_layer(model, tuning, layers_of_kind(model, moe=routed), moe=routed, **degrees))
-        for count, routed in kinds
+        (count, tuned_layer(model, tuning, layers_of_kind(model, kind), kind, **degrees))
+        for kind, count in zip(model.kinds, _summed(stages, held))
         if count
     ]
     above = _frozen_above(job, rank, degrees) if job.training.freezes else (0.0, 0.0)
@@ -128,7 +139,8 @@ def _rank_contents(job: Job, rank: int, stages: tuple[tuple[int, int], ...]) -> 
         for kept, at_ends in (("trained", ends.trained), ("frozen", ends.frozen))
     )
     copied = _whole(job, rank, stages) if job.training.reference_copy else 0.0
-    return RankContents(rank, dense, moe, 0 in chunks, last in chunks, *trained, *frozen, copied, *above)
+    run = _layers_run(job, stages, chunks)
+    return RankContents(rank, run, 0 in chunks, last in chunks, *trained, *frozen, copied, *above)
 
 
 def _frozen_above(job: Job, rank: int, degrees: dict[str, int]) -> tuple[float, float]:
@@ -136,16 +148,16 @@ def _frozen_above(job: Job, rank: int, degrees: dict[str, int]) -> tuple[float, 
     model, tuning, matrices, experts = job.model, job.training.tuning, 0.0, 0.0
     first = tuning.first_trained(model)
     flowing = () if first is None else tuple(layer for layer in layers_held(job, rank) if layer >= first)
-    for routed in (False, True):
-        layers = [layer for layer in layers_of_kind(model, moe=routed) if layer in flowing]
+    for kind in model.kinds:
+        layers = [layer for layer in layers_of_kind(model, kind) if layer in flowing]
         if layers:
-            frozen = tuned_layer(model, tuning.over(layers), layers, moe=routed, **degrees).frozen
+            frozen = tuned_layer(model, tuning.over(layers), layers, kind, **degrees).frozen
             matrices += len(layers) * (frozen.dense - frozen.norms)
             experts += len(layers) * frozen.experts
     return matrices, experts
 
 
-def _whole(job: Job, rank: int, stages: tuple[tuple[int, int], ...]) -> float:
+def _whole(job: Job, rank: int, stages: tuple[_Counts, ...]) -> float:
     """Parameters of a rank's part of the model without adapters."""
     plain = job.training.unchecked(task="pretrain", tuning=EVERYTHING)
     return _rank_contents(job.unchecked(training=plain), rank, stages).total
@@ -166,12 +178,12 @@ def tuned_over(job: Job, layers: Iterable[int]) -> Job:
     return job.unchecked(training=job.training.unchecked(tuning=job.training.tuning.over(layers)))
 
 
-def tuned_kinds(job: Job, rank: int) -> tuple[tuple[bool, ...], ...]:
+def tuned_kinds(job: Job, rank: int) -> tuple[tuple[int, ...], ...]:
     """How the layers of a pipeline rank are tuned: equal for ranks that are priced alike; empty where all ranks are."""
     if _tuned_alike(job):
         return ()
     model, tuning = job.model, job.training.tuning
-    of_layers = ((model.is_moe_layer(layer), *tuning.kind_of(layer, model)) for layer in layers_held(job, rank))
+    of_layers = ((model.kind_of_layer[layer], *tuning.kind_of(layer, model)) for layer in layers_held(job, rank))
     return tuple(sorted(of_layers))
 
 
@@ -193,10 +205,9 @@ def layers_tuned_alike(model: Model, tuning: Tuning) -> bool:
 
 
 @lru_cache
-def layers_of_kind(model: Model, *, moe: bool) -> tuple[int, ...]:
+def layers_of_kind(model: Model, kind: LayerRecord) -> tuple[int, ...]:
     """The layers of one kind; prediction modules follow the last layer."""
-    beyond = range(model.layers, model.layers + model.mtp_layers) if moe == (model.moe is not None) else ()
-    return (*(layer for layer in range(model.layers) if model.is_moe_layer(layer) == moe), *beyond)
+    return tuple(index for index, layer in enumerate(model.every_layer) if layer == kind)
 
 
 def _trains_embedding(job: Job) -> bool:
@@ -229,15 +240,16 @@ def _sums(layers: list[tuple[int, LayerParameters]], at_ends: float) -> tuple[fl
 def stage_contents(job: Job, stage: int) -> RankContents:
     """What one stage computes; without its parameters, which a pass does not need."""
     stages = _layers_of_stages(job)
-    dense, moe = _layers_run(job, stages, (stage,))
-    return RankContents(stage, dense, moe, stage == 0, stage == len(stages) - 1, 0.0, 0.0, 0.0)
+    run = _layers_run(job, stages, (stage,))
+    return RankContents(stage, run, stage == 0, stage == len(stages) - 1, 0.0, 0.0, 0.0)
 
 
-def _layers_run(job: Job, stages: tuple[tuple[int, int], ...], chunks: tuple[int, ...]) -> tuple[int, int]:
-    """Dense and mixture-of-experts layers of some stages; prediction modules run beside the head."""
-    dense, moe = _summed(stages, chunks)
-    more = job.model.mtp_layers if len(stages) - 1 in chunks else 0
-    return (dense, moe + more) if job.model.moe else (dense + more, moe)
+def _layers_run(job: Job, stages: tuple[_Counts, ...], chunks: tuple[int, ...]) -> Kinds:
+    """The layers of some stages; prediction modules run beside the head."""
+    model, counts = job.model, list(_summed(stages, chunks))
+    if len(stages) - 1 in chunks:
+        counts[model.kind_of_layer[-1]] += model.mtp_layers
+    return tuple(zip(model.kinds, counts))
 
 
 def _held_by_rank(job: Job, rank: int) -> tuple[int, ...]:
@@ -254,14 +266,15 @@ def embedding_on_both_ends(job: Job) -> bool:
     return job.model.tied_embeddings or job.model.mtp_layers > 0
 
 
-def _summed(stages: tuple[tuple[int, int], ...], held: tuple[int, ...]) -> tuple[int, int]:
-    return sum(stages[stage][0] for stage in held), sum(stages[stage][1] for stage in held)
+_Counts = tuple[int, ...]  # of layers of each of the model's kinds
 
 
-def _layers_of_stages(job: Job) -> tuple[tuple[int, int], ...]:
-    """Dense and mixture-of-experts layers of every stage."""
-    moe = [sum(map(job.model.is_moe_layer, layers)) if job.model.moe else 0 for layers in stage_layers(job)]
-    return tuple((count - routed, routed) for count, routed in zip(stage_layer_counts(job.model, job.strategy), moe))
+def _summed(stages: tuple[_Counts, ...], held: tuple[int, ...]) -> _Counts:
+    return tuple(map(sum, zip(*(stages[stage] for stage in held))))
+
+
+def _layers_of_stages(job: Job) -> tuple[_Counts, ...]:
+    return tuple(map(job.model.count_kinds, stage_layers(job)))
 
 
 def rank_kinds(job: Job, ranks: Iterable[int]) -> dict[RankContents, tuple[int, ...]]:
@@ -291,7 +304,7 @@ def contents_of_kinds(job: Job, kinds: Iterable[tuple[int, ...]]) -> dict[RankCo
 def pipeline_ranks_to_price(job: Job) -> tuple[int, ...]:
     """Pipeline ranks whose figures differ: all of a small pipeline, the ends and the middle of a large one."""
     p = job.strategy.pp
-    uneven = job.strategy.stage_layers != "even" or job.model.moe_layers not in (0, job.model.layers)
+    uneven = job.strategy.stage_layers != "even" or len(job.model.kinds) > 1
     if p <= 8 or (uneven and p <= 64) or not _tuned_alike(job):
         return tuple(range(p))
     return (0, 1, p // 2, p - 1)

@@ -391,6 +391,31 @@ class Model(Spec):
         return LayerRecord(mixer="window" if windowed else "full", feed_forward="mixture" if mixture else "dense")
 
     @cached_property
+    def kinds(self) -> tuple[LayerRecord, ...]:
+        """The distinct layers, those without experts first."""
+        return tuple(sorted(dict.fromkeys(self.every_layer), key=lambda layer: layer.feed_forward))
+
+    @cached_property
+    def kind_of_layer(self) -> tuple[int, ...]:
+        """The place of every layer in `kinds`."""
+        places = {kind: place for place, kind in enumerate(self.kinds)}
+        return tuple(places[layer] for layer in self.every_layer)
+
+    def count_kinds(self, layers: range) -> tuple[int, ...]:
+        """How many of some layers in a row are of each of `kinds`."""
+        held = self.kind_of_layer[layers.start : layers.stop]
+        return tuple(held.count(place) for place in range(len(self.kinds)))
+
+    @cached_property
+    def layers_of_kinds(self) -> tuple[tuple[LayerRecord, int], ...]:
+        """How many layers of each kind there are, without those of prediction modules."""
+        return tuple(zip(self.kinds, self.count_kinds(range(self.layers))))
+
+    def experts_of(self, kind: LayerRecord) -> MixtureOfExperts | None:
+        """What follows attention in such a layer, if that is a mixture."""
+        return self.moe if kind.feed_forward == "mixture" else None
+
+    @cached_property
     def mixers(self) -> dict[Mixer, int]:
         """How many layers, without those of prediction modules, have each mixer."""
         counts: dict[Mixer, int] = {}

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from shardwise.spec.fine_tuning import EVERYTHING, Adapters, Tuning
+from shardwise.spec.layers import LayerRecord
 from shardwise.spec.model import Matrix, Model
 
 
@@ -34,8 +35,8 @@ class LayerParameters:
 
 def layer_parameters(
     model: Model,
+    kind: LayerRecord,
     *,
-    moe: bool,
     tensor_parallel: int = 1,
     expert_parallel: int = 1,
     expert_tensor_parallel: int = 1,
@@ -45,13 +46,14 @@ def layer_parameters(
     attention += model.heads / tensor_parallel if model.attention_sinks else 0
     norms = model.norms_per_layer * _norm_parameters(model)
     others = model.counted.layer_parameters / model.layers / tensor_parallel if model.counted else 0
-    if not moe or model.moe is None:
+    experts = model.experts_of(kind)
+    if experts is None:
         mlp = _held(model.mlp_matrices(model.ffn), tensor_parallel) + model.activation_parameters
         return LayerParameters(attention, mlp + others, norms, 0, 0)
-    routed = _held(model.mlp_matrices(model.moe.ffn), expert_tensor_parallel)
-    shared = _held(model.mlp_matrices(model.moe.shared_ffn), tensor_parallel) if model.moe.shared_ffn else 0
-    router = _held(model.router_matrices, 1) + (model.moe.experts if model.moe.router_bias else 0)
-    return LayerParameters(attention, shared + others, norms, router, routed * model.moe.experts / expert_parallel)
+    routed = _held(model.mlp_matrices(experts.ffn), expert_tensor_parallel)
+    shared = _held(model.mlp_matrices(experts.shared_ffn), tensor_parallel) if experts.shared_ffn else 0
+    router = _held(model.router_matrices, 1) + (experts.experts if experts.router_bias else 0)
+    return LayerParameters(attention, shared + others, norms, router, routed * experts.experts / expert_parallel)
 
 
 def embedding_parameters(model: Model, tensor_parallel: int = 1) -> float:
@@ -85,7 +87,7 @@ def prediction_module_parameters(model: Model, tuning: Tuning = EVERYTHING, **de
     """One multi-token-prediction module (DeepSeek-V3, arXiv 2412.19437 section 2.2): two norms, a projection
     of the concatenated states and one layer; embedding and head are shared with the main model."""
     beyond = range(model.layers, model.layers + model.mtp_layers)
-    layer = tuned_layer(model, tuning, beyond, moe=model.moe is not None, **degrees)
+    layer = tuned_layer(model, tuning, beyond, model.every_layer[-1], **degrees)
     extra = 2 * model.hidden * model.hidden + 3 * _norm_parameters(model)
     share = tuning.trained_share("norms", beyond)
     trained, frozen = (
@@ -98,8 +100,7 @@ def prediction_module_parameters(model: Model, tuning: Tuning = EVERYTHING, **de
 def parameter_count(model: Model, *, with_prediction_modules: bool = False) -> int:
     """All parameters of the model; multi-token-prediction modules only when asked for."""
     total = embedding_parameters(model) + head_parameters(model)
-    total += model.moe_layers * layer_parameters(model, moe=True).total
-    total += (model.layers - model.moe_layers) * layer_parameters(model, moe=False).total
+    total += sum(count * layer_parameters(model, kind).total for kind, count in model.layers_of_kinds)
     if with_prediction_modules:
         total += model.mtp_layers * prediction_module_parameters(model).trained.total
     return round(total)
@@ -109,8 +110,8 @@ def active_parameter_count(model: Model) -> int:
     """Parameters a token passes through: of the routed experts only the chosen ones."""
     if model.moe is None:
         return parameter_count(model)
-    idle = layer_parameters(model, moe=True).experts * (1 - model.moe.top_k / model.moe.experts)
-    return parameter_count(model) - round(model.moe_layers * idle)
+    experts = sum(count * layer_parameters(model, kind).experts for kind, count in model.layers_of_kinds)
+    return parameter_count(model) - round(experts * (1 - model.moe.top_k / model.moe.experts))
 
 
 def trained_parameters(model: Model, tuning: Tuning) -> int:
@@ -121,7 +122,7 @@ def trained_parameters(model: Model, tuning: Tuning) -> int:
     final = final_norm_parameters(model)
     total += (head_parameters(model) - final) * tuning.trains("head") + final * tuning.trains("norms")
     for layer in range(model.layers):
-        total += tuned_layer(model, tuning, (layer,), moe=model.is_moe_layer(layer)).trained.total
+        total += tuned_layer(model, tuning, (layer,), model.every_layer[layer]).trained.total
     return round(total + model.mtp_layers * prediction_module_parameters(model, tuning).trained.total)
 
 
@@ -133,12 +134,12 @@ class TunedLayer:
     frozen: LayerParameters
 
 
-def tuned_layer(model: Model, tuning: Tuning, layers: Iterable[int], *, moe: bool, **degrees: int) -> TunedLayer:
+def tuned_layer(model: Model, tuning: Tuning, layers: Iterable[int], kind: LayerRecord, **degrees: int) -> TunedLayer:
     """``layer_parameters`` of the mean of ``layers``, divided into what is trained and what is frozen."""
-    layers, own = tuple(layers), layer_parameters(model, moe=moe, **degrees)
+    layers, own = tuple(layers), layer_parameters(model, kind, **degrees)
     attention, norms, router = (tuning.trained_share(part, layers) for part in ("attention", "norms", "router"))
     mlp, experts = tuning.trained_share("mlp", layers), tuning.trained_share("experts", layers)
-    added = adapter_parameters(model, tuning.adapters, moe=moe, **degrees) if tuning.adapters else None
+    added = adapter_parameters(model, tuning.adapters, kind, **degrees) if tuning.adapters else None
     adapted = tuning.adapted_share(layers) if added else 0.0
     trained = LayerParameters(
         own.attention * attention + (added.attention * adapted if added else 0.0),
@@ -160,8 +161,8 @@ def tuned_layer(model: Model, tuning: Tuning, layers: Iterable[int], *, moe: boo
 def adapter_parameters(
     model: Model,
     adapters: Adapters,
+    kind: LayerRecord,
     *,
-    moe: bool,
     tensor_parallel: int = 1,
     expert_parallel: int = 1,
     expert_tensor_parallel: int = 1,
@@ -172,11 +173,12 @@ def adapter_parameters(
         return sum(adapters.parameters(matrix, ranks) for matrix in matrices)
 
     attention = beside(model.attention_matrices, tensor_parallel)
-    if not moe or model.moe is None:
+    experts = model.experts_of(kind)
+    if experts is None:
         return LayerParameters(attention, beside(model.mlp_matrices(model.ffn), tensor_parallel), 0, 0, 0)
-    shared = beside(model.mlp_matrices(model.moe.shared_ffn), tensor_parallel) if model.moe.shared_ffn else 0.0
-    routed = beside(model.mlp_matrices(model.moe.ffn), expert_tensor_parallel) if adapters.experts else 0.0
-    return LayerParameters(attention, shared, 0, 0, routed * model.moe.experts / expert_parallel)
+    shared = beside(model.mlp_matrices(experts.shared_ffn), tensor_parallel) if experts.shared_ffn else 0.0
+    routed = beside(model.mlp_matrices(experts.ffn), expert_tensor_parallel) if adapters.experts else 0.0
+    return LayerParameters(attention, shared, 0, 0, routed * experts.experts / expert_parallel)
 
 
 def _held(matrices: Iterable[Matrix], tensor_parallel: int) -> float:

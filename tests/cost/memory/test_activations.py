@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cost.builders import GPT, LLAMA, MLA_MOE, MOE, job
+from cost.builders import DENSE, GPT, LLAMA, MIXTURE, MLA_MOE, MOE, job
 from shardwise.cost.memory.activations import (
     embedding_activation_bytes,
     head_activation_bytes,
@@ -18,6 +18,7 @@ from shardwise.cost.memory.activations import (
 from shardwise.cost.memory.device import peak_memory
 from shardwise.interop.jobs import read_job
 from shardwise.spec.job import Job
+from shardwise.spec.layers import LayerRecord
 from shardwise.spec.model import Model
 from shardwise.spec.training import RECIPES
 
@@ -37,8 +38,8 @@ TABLE_2: dict[str, tuple[dict[str, Any], float]] = {
 }
 
 
-def layer(model: Model, training: dict[str, Any] | None = None, moe: bool = False, **strategy: Any) -> float:
-    return layer_activation_bytes(job(model, training=training, microbatch=B, dp=1, **strategy), moe=moe)
+def layer(model: Model, training: dict[str, Any] | None = None, kind: LayerRecord = DENSE, **strategy: Any) -> float:
+    return layer_activation_bytes(job(model, training=training, microbatch=B, dp=1, **strategy), kind)
 
 
 @pytest.mark.parametrize("case", TABLE_2)
@@ -51,7 +52,7 @@ def test_korthikanti_table_2_is_exact(case: str, precision: str) -> None:
 def test_parts_of_a_layer() -> None:
     """Attention 11·sbh + 5·a·s²·b, MLP 19·sbh, norms 4·sbh (section 4.1)."""
     case = job(GPT, training=KORTHIKANTI, microbatch=B, dp=1)
-    tensors = {t.name: t.bytes for t in layer_saved_tensors(case, moe=False)}
+    tensors = {t.name: t.bytes for t in layer_saved_tensors(case, DENSE)}
     assert tensors["attention scores"] == 5 * A * S * S * B
     assert tensors["norm inputs"] == 4 * SBH
     assert tensors["activation inputs"] + tensors["activation output"] == 16 * SBH
@@ -111,7 +112,7 @@ def test_simumax_dense_layer(model: Model, tp: int) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("model", [MOE, MLA_MOE], ids=["moe", "mla moe"])
 def test_simumax_expert_layer(model: Model, tp: int) -> None:
-    case = layer(model, moe=True, tp=tp, expert_tp=1)
+    case = layer(model, kind=MIXTURE, tp=tp, expert_tp=1)
     assert case == pytest.approx(simumax_moe(model, S * B, tp), rel=1e-12)
 
 
@@ -123,7 +124,7 @@ def test_fewer_key_value_heads_than_ranks_are_replicated() -> None:
     """LLAMA has 2 key-value heads: from tp 2 on every rank keeps one whole head of keys and of values."""
 
     def keys(tp: int) -> float:
-        tensors = layer_saved_tensors(job(LLAMA, microbatch=B, dp=1, tp=tp), moe=False)
+        tensors = layer_saved_tensors(job(LLAMA, microbatch=B, dp=1, tp=tp), DENSE)
         return sum(t.bytes for t in tensors if t.name in ("keys", "values"))
 
     one_head = 2 * 2 * S * B * 8
@@ -135,7 +136,7 @@ def test_experts_without_sequence_parallelism_keep_the_same_as_with_it() -> None
 
     def routed(sequence_parallel: bool) -> float:
         case = job(MOE, microbatch=B, dp=1, tp=4, sequence_parallel=sequence_parallel)
-        tensors = layer_saved_tensors(case, moe=True)
+        tensors = layer_saved_tensors(case, MIXTURE)
         return sum(t.bytes for t in tensors if "expert" in t.name or "dispatched" in t.name)
 
     tokens = S * B * 4  # top 4
@@ -163,13 +164,13 @@ def test_flash_attention_leaves_the_operators_around_it_to_selective_recompute()
 def test_eight_bit_recipes_narrow_only_the_inputs_of_linear_layers() -> None:
     def linear_inputs(case: Job) -> float:
         wanted = ("linear inputs", "activation output", "attention output")
-        return sum(t.bytes for t in layer_saved_tensors(case, moe=False) if t.name in wanted)
+        return sum(t.bytes for t in layer_saved_tensors(case, DENSE) if t.name in wanted)
 
     wide, narrow = (job(LLAMA, training={"precision": p}, dp=1) for p in ("bf16", "fp8"))
     assert linear_inputs(narrow) == linear_inputs(wide) / 2
     assert RECIPES["fp8"].activation == 2
     # FlashAttention's backward pass reads the output in 16 bits: that copy comes on top.
-    change = layer_activation_bytes(wide, moe=False) - layer_activation_bytes(narrow, moe=False)
+    change = layer_activation_bytes(wide, DENSE) - layer_activation_bytes(narrow, DENSE)
     assert change == linear_inputs(wide) / 2 - 2 * S * 64
 
 
@@ -177,8 +178,8 @@ def test_mixtures_that_run_again_keep_what_enters_them() -> None:
     """Megatron-Core's "moe" module: of router, exchange and experts nothing stays, attention keeps all it kept."""
     again = {"recompute": "selective", "recompute_operators": ("experts",)}
     case = job(MOE, microbatch=B, dp=1, **again)
-    outside = sum(tensor.bytes for tensor in layer_saved_tensors(case, moe=True) if not tensor.in_mixture)
-    assert layer_activation_bytes(case, moe=True) == outside < layer(MOE, moe=True)
+    outside = sum(tensor.bytes for tensor in layer_saved_tensors(case, MIXTURE) if not tensor.in_mixture)
+    assert layer_activation_bytes(case, MIXTURE) == outside < layer(MOE, kind=MIXTURE)
     assert layer(LLAMA, **again) == layer(LLAMA)
 
 
@@ -201,9 +202,9 @@ def test_deepseek_v3_keeps_what_its_report_says() -> None:
     experts_in = 8 * 256 + experts * hidden  # router in fp32; dispatched tokens in FP8
     gates = 2 * (experts + 1) * wide  # inputs of SwiGLU in FP8, the shared expert's too
     published = read_job(DEEPSEEK)
-    assert layer_activation_bytes(published, moe=True) == 4096 * (residual + attention + experts_in + gates)
+    assert layer_activation_bytes(published, MIXTURE) == 4096 * (residual + attention + experts_in + gates)
     wider = published.unchecked(stack=replace(published.stack, saved_activations="16-bit"))
-    more = layer_activation_bytes(wider, moe=True) - layer_activation_bytes(published, moe=True)
+    more = layer_activation_bytes(wider, MIXTURE) - layer_activation_bytes(published, MIXTURE)
     assert more == 4096 * (gates + heads * 128 * (1 + 2 - 1.5))  # bf16 gates; FP8 and bf16 instead of E5M6
 
 

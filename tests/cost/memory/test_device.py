@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cost.builders import GPT, LLAMA, MLA_MOE, MOE, job
+from cost.builders import DENSE, GPT, LLAMA, MIXTURE, MLA_MOE, MOE, job
 from shardwise.cost.memory.activations import head_activation_bytes, layer_activation_bytes
 from shardwise.cost.memory.device import activation_bytes, memory_at_moments, memory_of_rank, peak_memory
 from shardwise.cost.memory.in_flight import chunks_in_flight
@@ -72,7 +72,7 @@ def test_no_more_are_in_flight_than_there_are(schedule: str) -> None:
 def test_first_rank_of_1f1b_keeps_all_layers_once() -> None:
     """L/p layers times p microbatches in flight."""
     case = pipeline("1f1b")
-    one = layer_activation_bytes(case, moe=False)
+    one = layer_activation_bytes(case, DENSE)
     assert activation_bytes(case, rank_contents(case, 0)) == pytest.approx(8 * one)
     assert activation_bytes(case, rank_contents(case, 3)) == pytest.approx(2 * one + head_activation_bytes(case))
 
@@ -80,7 +80,7 @@ def test_first_rank_of_1f1b_keeps_all_layers_once() -> None:
 def test_gpipe_keeps_the_logits_of_every_microbatch() -> None:
     case = pipeline("gpipe", microbatches=6)
     last = activation_bytes(case, rank_contents(case, 3))
-    assert last == pytest.approx(6 * (2 * layer_activation_bytes(case, moe=False) + head_activation_bytes(case)))
+    assert last == pytest.approx(6 * (2 * layer_activation_bytes(case, DENSE) + head_activation_bytes(case)))
 
 
 def test_accumulation_alone_saves_no_memory_and_costs_none() -> None:
@@ -114,7 +114,7 @@ def test_a_layer_is_brought_back_when_whole_ones_have_gone() -> None:
 
 def test_recompute_brings_one_layer_back() -> None:
     case = job(LLAMA, dp=1, recompute="full")
-    whole, checkpoint = (layer_activation_bytes(case, moe=False, recompute=mode) for mode in ("none", "full"))
+    whole, checkpoint = (layer_activation_bytes(case, DENSE, recompute=mode) for mode in ("none", "full"))
     moments = memory_at_moments(case, rank_contents(case, 0))
     assert moments["layer"].recomputed == whole - checkpoint
     assert moments["loss"].recomputed == 0  # the layers' backward passes come later
@@ -147,7 +147,7 @@ def test_prediction_module_keeps_a_layer_and_a_loss() -> None:
     extra -= activation_bytes(without, rank_contents(without, 0))
     # Two norms keep a state each, and the projection both again, all in bf16.
     joined = (2 + 2) * 2 * without.model.hidden * without.microbatch_tokens
-    assert extra == pytest.approx(layer_activation_bytes(without, moe=True) + head_activation_bytes(without) + joined)
+    assert extra == pytest.approx(layer_activation_bytes(without, MIXTURE) + head_activation_bytes(without) + joined)
 
 
 def test_parts_add_up_and_the_allowance_is_the_device_s() -> None:

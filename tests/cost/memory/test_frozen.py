@@ -20,9 +20,11 @@ from shardwise.layout.payloads import Role, sent_backward
 from shardwise.layout.stages import rank_contents
 from shardwise.spec import Job
 from shardwise.spec.clusters import cluster_from
+from shardwise.spec.layers import LayerRecord
 from shardwise.spec.parameters import layer_parameters
 
 TOKENS, LAYERS, HIDDEN = 2 * 4096, 32, 4096
+WINDOWED = LayerRecord(mixer="window")  # every layer of Mistral 7B
 
 
 def job(
@@ -43,7 +45,7 @@ def job(
 
 def test_an_upcast_base_has_fp32_hidden_states_and_ends() -> None:
     plain, wide = job(), job({"upcast_base": True})
-    assert layer_activation_bytes(wide, moe=False) == 2 * layer_activation_bytes(plain, moe=False)
+    assert layer_activation_bytes(wide, *wide.model.kinds) == 2 * layer_activation_bytes(plain, *plain.model.kinds)
     others = plain.model.vocab * HIDDEN * 2 + (2 * LAYERS + 1) * HIDDEN
     assert peak_memory(wide).weights - peak_memory(plain).weights == pytest.approx(2 * others)
     bf16: dict[str, Any] = {"base_precision": "bf16"}
@@ -52,7 +54,7 @@ def test_an_upcast_base_has_fp32_hidden_states_and_ends() -> None:
 
 def test_quantised_products_that_keep_their_inputs() -> None:
     def kept(**case: Any) -> float:
-        return sum(tensor.bytes for tensor in layer_saved_tensors(job(**case), moe=False))
+        return sum(tensor.bytes for tensor in layer_saved_tensors(job(**case), WINDOWED))
 
     only_queries: dict[str, Any] = {"adapters": {"targets": ["q_proj"]}}
     narrow = kept(**only_queries), kept(stack={"quantised_inputs": "kept"}, **only_queries)
@@ -75,7 +77,7 @@ def test_one_product_for_queries_keys_and_values() -> None:
     def kept(model: str, joined: bool, *targets: str) -> float:
         case = job({"joined_projections": joined, "adapters": "16-bit"}, model=model,
                    adapters={"targets": targets, "dropout": 0.1}, base_precision="bf16")  # fmt: skip
-        return sum(tensor.bytes for tensor in layer_saved_tensors(case, moe=False)) / (TOKENS * 2 * HIDDEN)
+        return sum(tensor.bytes for tensor in layer_saved_tensors(case, *case.model.kinds)) / (TOKENS * 2 * HIDDEN)
 
     all_three = ("q_proj", "k_proj", "v_proj")
     dropped = 1 + 1 / 2  # what dropout leaves and its mask
@@ -92,7 +94,7 @@ def test_one_product_for_queries_keys_and_values() -> None:
 def test_dropout_leaves_what_adapters_read() -> None:
     def inputs(dropout: float) -> float:
         case = job({"adapters": "16-bit"}, adapters={"dropout": dropout}, base_precision="bf16")
-        return sum(t.bytes for t in layer_saved_tensors(case, moe=False) if t.role is SavedRole.LINEAR_INPUTS)
+        return sum(t.bytes for t in layer_saved_tensors(case, *case.model.kinds) if t.role is SavedRole.LINEAR_INPUTS)
 
     assert inputs(0.0) == 2 * TOKENS * 2 * HIDDEN
     assert inputs(0.1) == 0
@@ -101,7 +103,7 @@ def test_dropout_leaves_what_adapters_read() -> None:
 def test_frozen_norms_keep_no_output() -> None:
     def outputs(**training: Any) -> float:
         case = job({"norms": "separate"}, base_precision="bf16", **training)
-        return sum(t.bytes for t in layer_saved_tensors(case, moe=False) if t.role is SavedRole.NORM_OUTPUTS)
+        return sum(t.bytes for t in layer_saved_tensors(case, *case.model.kinds) if t.role is SavedRole.NORM_OUTPUTS)
 
     assert outputs() == 0 < outputs(trained=["norms"])
 
@@ -166,7 +168,7 @@ def test_stages_are_priced_as_their_own_layers_are_tuned() -> None:
                           "training": training, "stack": "shardwise"})  # fmt: skip
     *below, top = device_memories(last)
     trained = rank_contents(last, 3).total
-    assert trained == 4 * layer_parameters(last.model, moe=False).total
+    assert trained == 4 * layer_parameters(last.model, *last.model.kinds).total
     for memory in below:
         assert memory.gradients == memory.optimizer == memory.recomputed == 0
         assert memory.activations < 0.001 * top.activations
@@ -186,10 +188,11 @@ def test_stages_are_priced_as_their_own_layers_are_tuned() -> None:
 
 def test_weights_that_operators_make_of_codes_stay_until_their_backward_pass() -> None:
     kernel, operators = (job({"dequantised_by": kind}, seq=512, global_batch=2) for kind in ("kernel", "operators"))
-    copies = [t.bytes for t in layer_saved_tensors(operators, moe=False) if t.role is SavedRole.WEIGHT_COPIES]
+    saved = layer_saved_tensors(operators, *operators.model.kinds)
+    copies = [t.bytes for t in saved if t.role is SavedRole.WEIGHT_COPIES]
     matrices = (*kernel.model.attention_matrices, *kernel.model.mlp_matrices(14336))
     assert copies == [pytest.approx(2 * sum(matrix.parameters for matrix in matrices))]
-    assert SavedRole.WEIGHT_COPIES not in {tensor.role for tensor in layer_saved_tensors(kernel, moe=False)}
+    assert SavedRole.WEIGHT_COPIES not in {tensor.role for tensor in layer_saved_tensors(kernel, *kernel.model.kinds)}
     assert predict(operators).step_seconds > 1.2 * predict(kernel).step_seconds
 
 
@@ -218,7 +221,7 @@ def test_blocks_of_shifted_logits_are_reserved_and_fit_nothing() -> None:
 def test_one_product_has_one_adapter() -> None:
     def adapters(joined: bool, tp: int) -> list[float]:
         case = job({"joined_projections": joined}, tp, strategy={"tp": tp, "zero": 0}, global_batch=2)
-        operators = layer_operators(case.model, layer_shape(case), moe=False, tuning=case.training.tuning)
+        operators = layer_operators(case.model, layer_shape(case), *case.model.kinds, case.training.tuning)
         return [one.flops for one in operators if one.role is OperatorRole.ADAPTER and one.kind == "product"]
 
     for tp in (1, 4):
@@ -229,6 +232,9 @@ def test_one_product_has_one_adapter() -> None:
 
 def test_the_gradient_of_an_input_that_is_not_kept_takes_the_place_of_nothing() -> None:
     attention: dict[str, Any] = {"adapters": {"targets": ["attention"]}}
-    assert wide_gradients(job(**attention)) == 3  # of the last product's input, the activated gate and the other factor
-    assert wide_gradients(job()) == wide_gradients(job(adapters=None, base_precision="computed")) == 2
-    assert wide_gradients(job(**attention), moe=True) == 2
+    mixture = job(model="mixtral-8x7b", **attention)
+    # Of its input, the activated gate and the other factor.
+    assert wide_gradients(job(**attention), WINDOWED) == 3
+    assert wide_gradients(job(), WINDOWED) == 2
+    assert wide_gradients(job(adapters=None, base_precision="computed"), WINDOWED) == 2
+    assert wide_gradients(mixture, *mixture.model.kinds) == 2

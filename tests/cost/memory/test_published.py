@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cost.builders import GIB, job, preset
+from cost.builders import DENSE, GIB, job, preset
 from shardwise.cost.memory.activations import embedding_activation_bytes, head_activation_bytes, layer_activation_bytes
 from shardwise.cost.memory.device import activation_bytes, memory_of_rank, peak_memory
 from shardwise.cost.memory.in_flight import chunks_in_flight
@@ -116,7 +116,7 @@ def test_every_published_point_is_used() -> None:
 def test_interleaving_costs_its_factor(name: str) -> None:
     """L layers' worth in flight on the first rank, times 1 + (p−1)/(p·v) (section 4.2.3)."""
     run, layers = RUNS[name], korthikanti_job(name).model.layers
-    one_layer = layer_activation_bytes(korthikanti_job(name), moe=False)
+    one_layer = layer_activation_bytes(korthikanti_job(name), DENSE)
     factor = 1 + (run.pp - 1) / (run.pp * run.interleave)
     assert first_rank_activations(name, "SP only") == pytest.approx(one_layer * layers * factor)
 

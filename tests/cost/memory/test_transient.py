@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cost.builders import GIB, GPT, LLAMA, MOE, job
+from cost.builders import DENSE, GIB, GPT, LLAMA, MIXTURE, MOE, job
 from shardwise.accuracy.vocabulary import cut
 from shardwise.cost.memory.activations import (
     SavedRole,
@@ -183,14 +183,14 @@ def test_bytes_per_logit(loss: Any) -> None:
 @pytest.mark.parametrize("model", [LLAMA, MOE])
 def test_a_gate_of_its_own_keeps_its_output(model: Any) -> None:
     fused, separate = (
-        {tensor.name: tensor.bytes for tensor in layer_saved_tensors(on(stack, job(model, dp=1)), moe=True)}
+        {tensor.name: tensor.bytes for tensor in layer_saved_tensors(on(stack, job(model, dp=1)), MIXTURE)}
         for stack in (Stack(), Stack(gated_activation="separate"))
     )
     added = {name: separate[name] for name in set(separate) - set(fused)}
     outputs = {name: size for name, size in fused.items() if name.endswith("activation output")}
     assert sorted(added.values()) == sorted(outputs.values())
-    assert layer_saved_tensors(on(Stack(gated_activation="separate"), job(GPT, dp=1)), moe=False) == (
-        layer_saved_tensors(job(GPT, dp=1), moe=False)
+    assert layer_saved_tensors(on(Stack(gated_activation="separate"), job(GPT, dp=1)), DENSE) == (
+        layer_saved_tensors(job(GPT, dp=1), DENSE)
     )
 
 
@@ -224,7 +224,7 @@ def test_equal_shapes_of_experts_and_shared_expert_count_once() -> None:
 def test_only_an_eager_layer_keeps_the_output_of_down() -> None:
     strategy = {"recompute": "selective", "recompute_operators": ["alternate-products"]}
     compiled, eager = (
-        layer_activation_bytes(on(Stack(elementwise=kind), job(LLAMA, dp=1, **strategy)), moe=False)
+        layer_activation_bytes(on(Stack(elementwise=kind), job(LLAMA, dp=1, **strategy)), DENSE)
         for kind in ("compiled", "eager")
     )
     assert eager - compiled == 2 * LLAMA.hidden * job(LLAMA, dp=1).microbatch_tokens
@@ -235,7 +235,7 @@ def test_transformer_engine_keeps_flash_attentions_output_by_sequences() -> None
 
     def kept(attention: Any, microbatch: int) -> float:
         stack = Stack(attention=attention, layers="transformer engine")
-        return layer_activation_bytes(on(stack, job(LLAMA, dp=1, microbatch=microbatch)), moe=False)
+        return layer_activation_bytes(on(stack, job(LLAMA, dp=1, microbatch=microbatch)), DENSE)
 
     output = 2 * LLAMA.hidden * 2 * 128
     assert kept("flash-2", 2) == kept("fused", 2) + output
@@ -251,18 +251,18 @@ def test_megatrons_own_layers_keep_a_buffer_of_scores() -> None:
 
 def test_plain_kernels_keep_the_softmax_in_fp32() -> None:
     case = job(LLAMA, dp=1, training={"attention": "unfused"})
-    fused, plain = (layer_activation_bytes(on(Stack(elementwise=kind), case), moe=False) for kind in ("fused", "eager"))
+    fused, plain = (layer_activation_bytes(on(Stack(elementwise=kind), case), DENSE) for kind in ("fused", "eager"))
     assert plain - fused == 2 * LLAMA.heads * case.microbatch_tokens * 128
 
 
 def test_weights_of_experts_that_are_not_gated_are_applied_apart() -> None:
     model = replace(MOE, activation="gelu")
     case = job(model, dp=1)
-    saved = layer_saved_tensors(on(Stack(), case), moe=True)
+    saved = layer_saved_tensors(on(Stack(), case), MIXTURE)
     of_experts = {tensor.role: tensor.bytes for tensor in saved if tensor.share is Share.EXPERTS}
     apart = SavedRole.ACTIVATION_BEFORE_ITS_WEIGHT
     assert of_experts[apart] == of_experts[SavedRole.ACTIVATION_OUTPUT]
-    gated = layer_saved_tensors(on(Stack(), job(MOE, dp=1)), moe=True)
+    gated = layer_saved_tensors(on(Stack(), job(MOE, dp=1)), MIXTURE)
     assert apart not in {tensor.role for tensor in gated}
 
 
@@ -282,8 +282,7 @@ def test_buffers_for_the_messages_of_every_microbatch() -> None:
 
 def test_ulysses_keeps_the_attention_output_twice() -> None:
     ring, ulysses = (
-        layer_activation_bytes(job(LLAMA, dp=1, cp=2, context_method=method), moe=False)
-        for method in ("ring", "ulysses")
+        layer_activation_bytes(job(LLAMA, dp=1, cp=2, context_method=method), DENSE) for method in ("ring", "ulysses")
     )
     case = job(LLAMA, dp=1, cp=2)
     assert ulysses - ring == 2 * case.microbatch_tokens * LLAMA.heads * LLAMA.value_dim
@@ -408,7 +407,7 @@ def test_our_routed_experts_have_no_fp8_forms() -> None:
 def test_our_inputs_are_in_one_byte_but_where_sequence_parallelism_gathers_them() -> None:
     def inputs(stack: str, **strategy: Any) -> float:
         case = on(stack, job(LLAMA, dp=1, training={"precision": "fp8"}, **strategy))
-        saved = layer_saved_tensors(case, moe=False)
+        saved = layer_saved_tensors(case, DENSE)
         return sum(one.bytes for one in saved if one.role is SavedRole.LINEAR_INPUTS)
 
     for strategy, bytes_each in (({}, 1), ({"tp": 2, "sequence_parallel": False}, 1), ({"tp": 2}, 2)):
@@ -419,7 +418,7 @@ def test_autocast_copies_whole_weights_only() -> None:
     case = on("accelerate", job(LLAMA, dp=2, training={"precision": "bf16-fp32-grads"}))
 
     def copies(case: Job) -> float:
-        kept = layer_saved_tensors(case, moe=False)
+        kept = layer_saved_tensors(case, DENSE)
         return sum(one.bytes for one in kept if one.role is SavedRole.WEIGHT_COPIES)
 
     matrices = rank_contents(case, 0).layer_matrices / LLAMA.layers
@@ -429,7 +428,7 @@ def test_autocast_copies_whole_weights_only() -> None:
     assert not copies(wide)
     # fp32 hidden states between layers, which is all that a recomputed one keeps
     whole, sharded = (
-        layer_activation_bytes(one, moe=False, recompute="full") for one in (case, case.with_strategy(zero=3))
+        layer_activation_bytes(one, DENSE, recompute="full") for one in (case, case.with_strategy(zero=3))
     )
     assert whole == 2 * sharded
 
@@ -448,23 +447,23 @@ def test_routers_that_keep_their_loss_keep_what_lies_before_them() -> None:
     """Of every repeated layer but the one in its backward pass, less its input, which that pass has freed."""
     case = on("pytorch", job(MOE, recompute="full"))
     kept = on(case.stack.changed(kept_router_losses=True), case)
-    tensors = layer_saved_tensors(case, moe=True)
+    tensors = layer_saved_tensors(case, MIXTURE)
     before = sum(one.bytes for one in tensors if not one.in_mixture or one.role is SavedRole.ROUTER_SCORES)
     in_layer = [memory_at_moments(one, rank_contents(one, 0))["layer"].recomputed for one in (kept, case)]
     more = in_layer[0] - in_layer[1]
-    assert more == pytest.approx((MOE.moe_layers - 1) * (before - layer_activation_bytes(case, moe=True)))
+    assert more == pytest.approx((MOE.moe_layers - 1) * (before - layer_activation_bytes(case, MIXTURE)))
     some = replace(kept, strategy=replace(kept.strategy, recompute="none"))
     assert memory_at_moments(some, rank_contents(some, 0))["layer"].recomputed == 0
 
 
 def test_queries_that_share_a_tensor_with_keys_and_values_keep_those_too() -> None:
     stacked, plain = (
-        {tensor.role: tensor.bytes for tensor in layer_saved_tensors(case, moe=False)}
+        {tensor.role: tensor.bytes for tensor in layer_saved_tensors(case, DENSE)}
         for case in (on("nanotron", job(GPT)), on(stack_from("nanotron").changed(stacked_queries=False), job(GPT)))
     )
     assert stacked[SavedRole.QUERIES] == 3 * plain[SavedRole.QUERIES]
     fewer_keys = on("nanotron", job(LLAMA))
-    queries = {tensor.role: tensor.bytes for tensor in layer_saved_tensors(fewer_keys, moe=False)}[SavedRole.QUERIES]
+    queries = {tensor.role: tensor.bytes for tensor in layer_saved_tensors(fewer_keys, DENSE)}[SavedRole.QUERIES]
     assert queries == 2 * fewer_keys.microbatch_tokens * LLAMA.hidden
 
 
@@ -472,12 +471,12 @@ def test_plain_products_keep_gathered_inputs_and_copies_of_interleaved_outputs()
     case = job(LLAMA, tp=2, dp=1, microbatch=2)
     whole = stack_from("nanotron").changed(gathered_inputs="whole")
     kept, cut_ = (
-        {tensor.role: tensor.bytes for tensor in layer_saved_tensors(on(stack, case), moe=False)}
+        {tensor.role: tensor.bytes for tensor in layer_saved_tensors(on(stack, case), DENSE)}
         for stack in (whole, "nanotron")
     )
     assert kept[SavedRole.LINEAR_INPUTS] == 2 * cut_[SavedRole.LINEAR_INPUTS]
     assert kept[SavedRole.ATTENTION_OUTPUT_BY_SEQUENCES] == cut_[SavedRole.ATTENTION_OUTPUT]
-    single = layer_saved_tensors(on(whole, job(LLAMA, tp=2, dp=1, microbatch=1)), moe=False)
+    single = layer_saved_tensors(on(whole, job(LLAMA, tp=2, dp=1, microbatch=1)), DENSE)
     assert SavedRole.ATTENTION_OUTPUT_BY_SEQUENCES not in {tensor.role for tensor in single}
 
 
@@ -485,7 +484,7 @@ def test_attention_by_heads_keeps_repeated_keys_and_its_output_twice() -> None:
     plain = on("pytorch", job(LLAMA))
     by_heads = on(plain.stack.changed(attention_by_heads=True), plain)
     kept, usual = (
-        {tensor.role: tensor.bytes for tensor in layer_saved_tensors(case, moe=False)} for case in (by_heads, plain)
+        {tensor.role: tensor.bytes for tensor in layer_saved_tensors(case, DENSE)} for case in (by_heads, plain)
     )
     assert kept[SavedRole.KEYS] == kept[SavedRole.QUERIES] > usual[SavedRole.KEYS]
     assert kept[SavedRole.ATTENTION_OUTPUT_BY_HEADS] == kept[SavedRole.QUERIES]

@@ -152,7 +152,7 @@ def test_an_odd_vocabulary_takes_a_slow_kernel_where_nothing_pads_it() -> None:
     def head_seconds(vocab: int, **flags: Any) -> float:
         case = with_flags(job("accelerate", "dgx-a100:1"), **flags)
         case = replace(case, model=replace(case.model, vocab=vocab))
-        last = replace(rank_contents(case, 0), dense_layers=0)
+        last = replace(rank_contents(case, 0), kinds=())
         return stage_seconds(case, last).total
 
     assert 1.8 < head_seconds(50_257) / head_seconds(50_304) < 2.4

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cost.builders import MIXTURE
 from shardwise.api.given import arguments_of
 from shardwise.api.inputs import job_from
 from shardwise.cost.compute.flops import recomputed_flops_per_token
@@ -143,7 +144,7 @@ def test_padded_experts_compute_the_rows_of_the_fullest_one() -> None:
     case = Job.from_dict({**fields, "training": {"seq": 4096, "global_batch": 8}, "stack": "pytorch"})
     padded = replace(case, stack=case.stack.changed(experts="padded"))
     rows = [
-        [one.rows for one in layer_operators(job.model, layer_shape(job), moe=True) if one.role is OperatorRole.EXPERTS]
+        [one.rows for one in layer_operators(job.model, layer_shape(job), MIXTURE) if one.role is OperatorRole.EXPERTS]
         for job in (case, padded)
     ]
     assert rows[1] == [4 * balanced for balanced in rows[0]]

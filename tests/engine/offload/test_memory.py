@@ -109,7 +109,7 @@ def test_with_zero(offload: dict[str, float], divided: list[tuple[int, dict[str,
     one, plain = job(DIVIDED, **offload), job(DIVIDED)
     planned = memory_of_rank(plain, 0).total - memory_of_rank(one, 0).total
     # What two of gloo's exchanges have received waits to be added, but not where the sums leave at once.
-    received = IN_FLIGHT * 4 * layer_parameters(one.model, moe=False).total / 2 if "gradients" in offload else 0
+    received = IN_FLIGHT * 4 * layer_parameters(one.model, *one.model.kinds).total / 2 if "gradients" in offload else 0
     for (before, expected), (peak, weights) in zip(divided, on_ranks(2, trained, one)):
         assert before - peak - received == pytest.approx(planned, rel=0.1)
         for name, tensor in expected.items():

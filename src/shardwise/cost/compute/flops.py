@@ -6,11 +6,11 @@ input gradient, one for the weight gradient (Kaplan et al. 2020, arXiv 2001.0836
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from shardwise.spec.fine_tuning import EVERYTHING, NOTHING, Tuning
-from shardwise.spec.layers import Mixer
+from shardwise.spec.layers import LayerRecord, Mixer
 from shardwise.spec.model import Matrix, Model
 from shardwise.spec.parameters import (
     active_parameter_count,
@@ -95,14 +95,14 @@ def _seen_before(mixer: Mixer, span: int, place: float) -> float:
     return place * place / 2 if place <= span else span * (place - span / 2)
 
 
-def layer_forward_flops(model: Model, seq: int, *, moe: bool, halve_causal: bool = True) -> LayerFlops:
-    """Forward FLOPs per token of one dense or one mixture-of-experts layer."""
+def layer_forward_flops(model: Model, seq: int, kind: LayerRecord, *, halve_causal: bool = True) -> LayerFlops:
+    """Forward FLOPs per token of one layer."""
     matrices = _matmul_flops(model.attention_matrices)
-    if moe and model.moe:
-        experts = model.moe.top_k * _matmul_flops(model.mlp_matrices(model.moe.ffn))
+    if moe := model.experts_of(kind):
+        experts = moe.top_k * _matmul_flops(model.mlp_matrices(moe.ffn))
         matrices += experts + _matmul_flops(model.router_matrices)
-        if model.moe.shared_ffn:
-            matrices += _matmul_flops(model.mlp_matrices(model.moe.shared_ffn))
+        if moe.shared_ffn:
+            matrices += _matmul_flops(model.mlp_matrices(moe.shared_ffn))
     else:
         matrices += _matmul_flops(model.mlp_matrices(model.ffn))
     if model.counted:
@@ -130,13 +130,16 @@ def prediction_forward_flops(model: Model) -> float:
 
 
 def _layers_forward_flops(model: Model, seq: int, *, halve_causal: bool) -> float:
-    """All layers, including those of multi-token-prediction modules (with experts, if the model has any)."""
-    routed = model.moe_layers + (model.mtp_layers if model.moe else 0)
-    dense = model.layers + model.mtp_layers - routed
-    return (
-        dense * layer_forward_flops(model, seq, moe=False, halve_causal=halve_causal).total
-        + routed * layer_forward_flops(model, seq, moe=True, halve_causal=halve_causal).total
+    """All layers, including those of multi-token-prediction modules."""
+    return sum(
+        count * layer_forward_flops(model, seq, kind, halve_causal=halve_causal).total
+        for kind, count in _all_layers(model)
     )
+
+
+def _all_layers(model: Model) -> Iterator[tuple[LayerRecord, int]]:
+    """How many layers of each kind there are, prediction modules included."""
+    return zip(model.kinds, model.count_kinds(range(len(model.every_layer))))
 
 
 def _matmul_flops(matrices: Iterable[Matrix]) -> float:
@@ -221,9 +224,9 @@ def _tuned_share(model: Model, seq: int, tuning: Tuning) -> float:
     if tuning.trains("head"):
         weights += head
     for layer in range(layers):
-        moe = model.moe is not None if layer >= model.layers else model.is_moe_layer(layer)
-        trained = tuned_layer(model, tuning, (layer,), moe=moe).trained
-        active = model.moe.top_k / model.moe.experts if moe and model.moe else 1.0
+        kind = model.every_layer[layer]
+        moe, trained = model.experts_of(kind), tuned_layer(model, tuning, (layer,), kind).trained
+        active = moe.top_k / moe.experts if moe else 1.0
         weights += 2 * (trained.dense - trained.norms + trained.experts * active)
     bare = replace(tuning, adapters=None) if tuning.patterns else NOTHING
     adapters = trained_parameters(model, tuning) - trained_parameters(model, bare)
@@ -247,7 +250,7 @@ def recomputed_flops_per_token(model: Model, seq: int, recompute: str, operators
         return 0.0
     again = 0.0
     if "attention" in operators:
-        again += (model.layers + model.mtp_layers) * layer_forward_flops(model, seq, moe=False).attention
+        again += sum(count * layer_forward_flops(model, seq, kind).attention for kind, count in _all_layers(model))
     if "mlp-up" in operators:
         again += _dense_mlp_inputs_flops(model)
     return again

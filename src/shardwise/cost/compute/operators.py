@@ -14,7 +14,8 @@ from shardwise.layout.pieces import loss_in_one_piece, loss_tokens_at_once
 from shardwise.layout.stages import RankContents, layers_of_kind
 from shardwise.spec.fine_tuning import EVERYTHING, Adapters, Part, Tuning
 from shardwise.spec.job import Job
-from shardwise.spec.model import UP_PROJECTIONS, Matrix, Model, Split
+from shardwise.spec.layers import LayerRecord
+from shardwise.spec.model import UP_PROJECTIONS, Matrix, MixtureOfExperts, Model, Split
 
 OperatorKind = Literal["product", "attention", "traffic"]
 
@@ -101,18 +102,22 @@ class Operator:
         return 2 * self.rows * self.columns * self.inner
 
 
-def layer_operators(model: Model, shape: LayerShape, *, moe: bool, tuning: Tuning = EVERYTHING) -> tuple[Operator, ...]:
-    """Every operator of one dense or mixture-of-experts layer, the mean of all of its kind."""
-    last = ends_with_product(model, moe=moe)
-    mlp = _experts(model, shape, last) if moe and model.moe else _mlp(model, shape, model.ffn, last)
-    starts = Operator(OperatorRole.STARTS, "traffic", kernels=0, expert=moe, rotary=model.positions == "rope")
+def layer_operators(
+    model: Model, shape: LayerShape, kind: LayerRecord, tuning: Tuning = EVERYTHING
+) -> tuple[Operator, ...]:
+    """Every operator of one layer, the mean of all of its kind."""
+    last, experts = ends_with_product(model, kind), model.experts_of(kind)
+    mlp = _experts(model, shape, experts, last) if experts else _mlp(model, shape, model.ffn, last)
+    starts = Operator(
+        OperatorRole.STARTS, "traffic", kernels=0, expert=experts is not None, rotary=model.positions == "rope"
+    )
     operators = (*_projections(model, shape), _attention(model, shape), *_elementwise(model, shape), *mlp, starts)
     if model.counted and (columns := model.counted.layer_flops / (2 * model.hidden * shape.tp)):
         operators += (Operator(OperatorRole.MLP, "product", shape.tokens, columns, model.hidden, split="column"),)
-    return operators if tuning.everything else tuple(tuned_operators(operators, model, shape, tuning, moe=moe))
+    return operators if tuning.everything else tuple(tuned_operators(operators, model, shape, kind, tuning))
 
 
-def ends_with_product(model: Model, *, moe: bool) -> bool:
+def ends_with_product(model: Model, kind: LayerRecord) -> bool:
     """Whether a layer ends with a matmul whose result only the residual addition reads, and no backward pass.
 
     Not where a norm follows (Gemma 2), nor where a router weights the outputs of experts or a gate that of a shared
@@ -120,7 +125,8 @@ def ends_with_product(model: Model, *, moe: bool) -> bool:
     """
     if model.norms_per_layer > 2 or model.norm_after:
         return False
-    return not moe or model.moe is None or (model.moe.shared_ffn > 0 and not model.moe.shared_gate)
+    experts = model.experts_of(kind)
+    return experts is None or (experts.shared_ffn > 0 and not experts.shared_gate)
 
 
 # -- What fine-tuning leaves out of these operators and adds to them
@@ -157,10 +163,10 @@ _TRAINED_PARTS: dict[OperatorRole, Part] = {
 
 
 def tuned_operators(
-    operators: Iterable[Operator], model: Model, shape: LayerShape, tuning: Tuning, *, moe: bool
+    operators: Iterable[Operator], model: Model, shape: LayerShape, kind: LayerRecord, tuning: Tuning
 ) -> Iterator[Operator]:
     """The operators with the gradients that are needed, weights made from codes before each use, and adapters."""
-    layers, flows = layers_of_kind(model, moe=moe), gradient_share(model, tuning)
+    layers, flows = layers_of_kind(model, kind), gradient_share(model, tuning)
     base = tuning.base.bytes if tuning.base.quantised else None
     for operator in operators:
         part = _TRAINED_PARTS.get(operator.role) if operator.kind == "product" else None
@@ -173,11 +179,11 @@ def tuned_operators(
             yield Operator(OperatorRole.DEQUANTISED, "traffic", rows=weights, forward_bytes=moved, backward_bytes=moved,
                            flows=flows, trained=flows, in_mixture=operator.in_mixture)  # fmt: skip
     if tuning.adapters is not None:
-        yield from _adapters(model, shape, tuning.adapters, tuning.adapted_share(layers), flows, moe=moe)
+        yield from _adapters(model, shape, kind, tuning.adapters, tuning.adapted_share(layers), flows)
 
 
 def _adapters(
-    model: Model, shape: LayerShape, adapters: Adapters, adapted: float, flows: float, *, moe: bool
+    model: Model, shape: LayerShape, kind: LayerRecord, adapters: Adapters, adapted: float, flows: float
 ) -> Iterator[Operator]:
     """The two products beside each matrix, and what adds their result to its own; in an ``adapted`` share of layers."""
     attention = model.attention_matrices
@@ -188,15 +194,16 @@ def _adapters(
     for matrix in attention:
         rows = shape.region_tokens if matrix.split == "none" else shape.tokens
         yield from _adapter(matrix, adapters, shape, rows * adapted, shape.tp, flows)
-    if not moe or model.moe is None:
+    experts = model.experts_of(kind)
+    if experts is None:
         for matrix in model.mlp_matrices(model.ffn):
             yield from _adapter(matrix, adapters, shape, shape.tokens * adapted, shape.tp, flows)
         return
-    for matrix in model.mlp_matrices(model.moe.shared_ffn) if model.moe.shared_ffn else ():
+    for matrix in model.mlp_matrices(experts.shared_ffn) if experts.shared_ffn else ():
         yield from _adapter(matrix, adapters, shape, shape.tokens * adapted, shape.tp, flows, in_mixture=True)
     if adapters.experts:
-        routed = shape.tokens / shape.tp * model.moe.top_k * shape.expert_tp * adapted
-        for matrix in model.mlp_matrices(model.moe.ffn):
+        routed = shape.tokens / shape.tp * experts.top_k * shape.expert_tp * adapted
+        for matrix in model.mlp_matrices(experts.ffn):
             yield from _adapter(
                 matrix, adapters, shape, routed, shape.expert_tp, flows, shape.local_experts, in_mixture=True
             )
@@ -330,10 +337,8 @@ def _mlp(model: Model, shape: LayerShape, width: float, last: bool, *, in_mixtur
     ]  # fmt: skip
 
 
-def _experts(model: Model, shape: LayerShape, last: bool) -> list[Operator]:
+def _experts(model: Model, shape: LayerShape, moe: MixtureOfExperts, last: bool) -> list[Operator]:
     """Router, permutation and grouped matmuls of the experts on this device, balanced or padded to the fullest."""
-    assert model.moe
-    moe = model.moe
     # Tensor-parallel ranks divide the tokens even where all of them hold the same (no sequence parallelism).
     own = shape.tokens / shape.tp * moe.top_k
     routed = own * shape.expert_tp * shape.expert_rows
@@ -474,16 +479,15 @@ def _repeats_last_matmul(job: Job) -> bool:
     return job.stack.is_own and not job.training.compile and reads
 
 
-def outputs_left_out(job: Job, contents: RankContents) -> tuple[int, int]:
-    """Dense and mixture-of-experts layers whose last matmul, and its sum over ranks, full recompute does not repeat.
+def outputs_left_out(job: Job, contents: RankContents) -> tuple[int, ...]:
+    """Layers of each kind whose last matmul, and its sum over ranks, full recompute does not repeat.
 
     Only the residual addition reads its result, and no gradient needs it. PyTorch's non-reentrant checkpoint stops at
     the last tensor that the backward pass reads (torch.utils.checkpoint.set_checkpoint_early_stop).
     """
     if job.stack.full_recompute == "whole":
-        return 0, 0
-    dense, moe = (ends_with_product(job.model, moe=moe) for moe in (False, True))
-    return dense * contents.dense_layers, moe * contents.moe_layers
+        return (0,) * len(contents.kinds)
+    return tuple(count * ends_with_product(job.model, kind) for kind, count in contents.kinds)
 
 
 def weighted_outputs_left_out(job: Job, *, same_tokens: bool) -> bool:

@@ -20,7 +20,8 @@ from shardwise.layout.sharding import divided_over
 from shardwise.layout.stages import layers_of_kind
 from shardwise.spec.fine_tuning import Part
 from shardwise.spec.job import Job
-from shardwise.spec.model import MatrixRole, Model
+from shardwise.spec.layers import LayerRecord
+from shardwise.spec.model import MatrixRole, MixtureOfExperts, Model
 from shardwise.spec.parameters import layer_parameters
 
 _E5M6_BYTES = 1.5  # DeepSeek-V3's format of what attention and the projection after it both read (arXiv 2412.19437)
@@ -113,25 +114,25 @@ def _sizes(job: Job) -> _Sizes:
     )  # fmt: skip
 
 
-def layer_saved_tensors(job: Job, *, moe: bool) -> tuple[SavedTensor, ...]:
+def layer_saved_tensors(job: Job, kind: LayerRecord) -> tuple[SavedTensor, ...]:
     """Every tensor that one layer saves when nothing is recomputed."""
     sizes, model = _sizes(job), job.model
     wide = sizes.full_tokens * model.ffn / sizes.tensor
     tuning = job.training.tuning
     tensors = [
-        *_norm_and_linear_inputs(job, sizes, moe=moe),
+        *_norm_and_linear_inputs(job, sizes, kind),
         *_attention_tensors(job, sizes),
     ]
-    if moe and model.moe:
-        tensors += [replace(tensor, in_mixture=True) for tensor in _expert_tensors(job, sizes)]
+    if experts := model.experts_of(kind):
+        tensors += [replace(tensor, in_mixture=True) for tensor in _expert_tensors(job, sizes, experts)]
     else:
         tensors += _mlp_tensors(model, sizes, wide)
     if job.training.dropout:
         blocks = 1 if model.parallel_block else 2
         tensors.append(SavedTensor(SavedRole.DROPOUT_MASKS, blocks * model.hidden * sizes.region_tokens))
     if job.autocasts:
-        tensors.append(SavedTensor(SavedRole.WEIGHT_COPIES, layer_copy_bytes(job, moe=moe)))
-    return tuple(tensors if tuning.everything else _tuned(tensors, job, sizes, moe=moe))
+        tensors.append(SavedTensor(SavedRole.WEIGHT_COPIES, layer_copy_bytes(job, kind)))
+    return tuple(tensors if tuning.everything else _tuned(tensors, job, sizes, kind))
 
 
 _R = MatrixRole
@@ -145,20 +146,21 @@ _READ_BY: dict[SavedRole, tuple[MatrixRole, ...]] = {
 _INPUTS_OF_ATTENTION = (_R.QUERY, _R.KEY, _R.VALUE, _R.QUERY_DOWN, _R.KEY_VALUE_DOWN)
 
 
-def _tuned(tensors: list[SavedTensor], job: Job, sizes: _Sizes, *, moe: bool) -> Iterator[SavedTensor]:
+def _tuned(tensors: list[SavedTensor], job: Job, sizes: _Sizes, kind: LayerRecord) -> Iterator[SavedTensor]:
     """What a layer keeps of ``tensors`` where some of its weights are frozen, and what its adapters keep.
 
     The input of a matrix is kept for the gradient of its weights, or of its adapter. Where no gradient flows, nothing
     is kept. The mean over layers.
     """
     tuning, flows = job.training.tuning, gradient_share(job.model, job.training.tuning)
-    share = partial(input_share, job, moe)
+    share = partial(input_share, job, kind)
     for tensor in tensors:
         kept = flows
         if tensor.role is SavedRole.NORM_OUTPUTS:  # which only gradients of the norms' weights read
-            kept = tuning.trained_share("norms", layers_of_kind(job.model, moe=moe))
+            kept = tuning.trained_share("norms", layers_of_kind(job.model, kind))
         elif tensor.role is SavedRole.LINEAR_INPUTS:
-            routed = moe and job.model.moe is not None and not job.model.moe.shared_ffn
+            experts = job.model.experts_of(kind)
+            routed = experts is not None and not experts.shared_ffn
             of_mlp = share("router", ()) if routed else share("mlp", (_R.GATE, _R.UP))
             kept = (share("attention", _INPUTS_OF_ATTENTION) + of_mlp) / 2
         elif tensor.role in _READ_BY:
@@ -169,9 +171,9 @@ def _tuned(tensors: list[SavedTensor], job: Job, sizes: _Sizes, *, moe: bool) ->
         if kept:
             yield replace(tensor, bytes=tensor.bytes * kept)
     if tuning.base.quantised and job.stack.dequantised_by == "operators":
-        yield SavedTensor(SavedRole.WEIGHT_COPIES, flows * layer_copy_bytes(job, moe=moe))
+        yield SavedTensor(SavedRole.WEIGHT_COPIES, flows * layer_copy_bytes(job, kind))
     if tuning.adapters:
-        yield SavedTensor(SavedRole.ADAPTERS, adapter_bytes(job, sizes.element, moe=moe))
+        yield SavedTensor(SavedRole.ADAPTERS, adapter_bytes(job, sizes.element, kind))
 
 
 def stream_element(job: Job) -> float:
@@ -183,12 +185,12 @@ def stream_element(job: Job) -> float:
     return 4.0 if wide else job.training.recipe.activation
 
 
-def layer_copy_bytes(job: Job, *, moe: bool) -> float:
+def layer_copy_bytes(job: Job, kind: LayerRecord) -> float:
     """The 16-bit copies that autocast makes of the weights of a layer."""
     strategy = job.strategy
     held = layer_parameters(
         job.model,
-        moe=moe,
+        kind,
         tensor_parallel=strategy.tp,
         expert_parallel=strategy.ep,
         expert_tensor_parallel=strategy.expert_tensor_parallel,
@@ -196,13 +198,13 @@ def layer_copy_bytes(job: Job, *, moe: bool) -> float:
     return 2 * (held.total - held.norms)
 
 
-def _norm_and_linear_inputs(job: Job, sizes: _Sizes, *, moe: bool) -> list[SavedTensor]:
+def _norm_and_linear_inputs(job: Job, sizes: _Sizes, kind: LayerRecord) -> list[SavedTensor]:
     model, hidden = job.model, job.model.hidden * sizes.region_tokens
     normed, inputs = model.norms_per_layer, 2
     if model.parallel_block:  # its norms read one tensor, and attention and MLP what each of them makes of it
         normed, inputs = 1, max(1, model.norms_per_layer)
     if job.autocasts and job.stack.elementwise == "eager":
-        inputs = _products_of_hidden_states(model, moe=moe)
+        inputs = _products_of_hidden_states(model, kind)
     again = "" if model.norm_after else "norm"  # behind attention and MLP, norms make no inputs of products
     kept = normed * _norm_input(job, sizes)
     if job.autocasts and job.stack.elementwise == "compiled":
@@ -243,15 +245,15 @@ def _norm_output(job: Job, sizes: _Sizes) -> float:
     return 4.0 if wide else sizes.stream
 
 
-def _products_of_hidden_states(model: Model, *, moe: bool) -> int:
+def _products_of_hidden_states(model: Model, kind: LayerRecord) -> int:
     """Linear layers that read the output of a norm in Hugging Face transformers: each casts its own input.
 
     Models with RMS norms (Llama's family) project queries, keys and values separately; older ones all three at once.
     """
     attention = 2 if model.mla else (3 if model.norm == "rmsnorm" else 1)
     wide = 2 if model.gated else 1
-    if moe and model.moe:
-        return attention + 1 + (wide if model.moe.shared_ffn else 0)  # the router
+    if experts := model.experts_of(kind):
+        return attention + 1 + (wide if experts.shared_ffn else 0)  # the router
     return attention + wide
 
 
@@ -344,10 +346,9 @@ def _mlp_tensors(model: Model, sizes: _Sizes, wide: float, share: Share = Share.
     return tensors
 
 
-def _expert_tensors(job: Job, sizes: _Sizes) -> list[SavedTensor]:
+def _expert_tensors(job: Job, sizes: _Sizes, moe: MixtureOfExperts) -> list[SavedTensor]:
     """Router, dispatched tokens and expert MLPs, with balanced load or padded to the fullest."""
-    model, moe = job.model, job.model.moe
-    assert moe
+    model = job.model
     of_experts = replace(sizes, linear_input=job.stack.for_experts(job.training.recipe).linear_input)
     # (token, expert) pairs per device; ranks that hold the same tokens (no sequence parallelism) share them.
     routed = sizes.full_tokens / sizes.tensor * moe.top_k * job.stack.most_rows_of_experts(model)
@@ -371,7 +372,7 @@ def _expert_tensors(job: Job, sizes: _Sizes) -> list[SavedTensor]:
     return tensors
 
 
-def layer_activation_bytes(job: Job, *, moe: bool, recompute: str | None = None) -> float:
+def layer_activation_bytes(job: Job, kind: LayerRecord, recompute: str | None = None) -> float:
     """Bytes one layer keeps for one microbatch on one device, under ``recompute`` (default the job's)."""
     mode = job.strategy.recompute if recompute is None else recompute
     if mode == "full":
@@ -379,8 +380,8 @@ def layer_activation_bytes(job: Job, *, moe: bool, recompute: str | None = None)
         sizes = _sizes(job)
         flows = gradient_share(job.model, job.training.tuning)
         return flows * job.model.hidden * sizes.region_tokens * sizes.stream
-    tensors = layer_saved_tensors(job, moe=moe)
-    if mode == "selective" and "alternate-products" in job.selective_operators and not moe:
+    tensors = layer_saved_tensors(job, kind)
+    if mode == "selective" and "alternate-products" in job.selective_operators and not job.model.experts_of(kind):
         return _alternate_products_bytes(job)
     if mode == "selective":
         operators = job.selective_operators

@@ -6,14 +6,15 @@ from shardwise.cost.compute.operators import gradient_share
 from shardwise.layout.stages import layers_of_kind
 from shardwise.spec.fine_tuning import Part
 from shardwise.spec.job import Job
+from shardwise.spec.layers import LayerRecord
 from shardwise.spec.model import MatrixRole
 
 _JOINED = (MatrixRole.QUERY, MatrixRole.KEY, MatrixRole.VALUE)
 
 
-def input_share(job: Job, moe: bool, part: Part, roles: tuple[MatrixRole, ...]) -> float:
+def input_share(job: Job, kind: LayerRecord, part: Part, roles: tuple[MatrixRole, ...]) -> float:
     """The share of the layers that keep the input of some matrices, for their gradients or those of their adapters."""
-    tuning, layers = job.training.tuning, layers_of_kind(job.model, moe=moe)
+    tuning, layers = job.training.tuning, layers_of_kind(job.model, kind)
     adapters = tuning.adapters
     if part != "router" and tuning.base.quantised and job.stack.quantised_inputs != "freed":
         return gradient_share(job.model, tuning)
@@ -50,7 +51,7 @@ def inputs_of_earlier_pass(job: Job) -> float:
     return layers * widths * job.microbatch_tokens * job.training.recipe.activation
 
 
-def adapter_bytes(job: Job, element: float, *, moe: bool) -> float:
+def adapter_bytes(job: Job, element: float, kind: LayerRecord) -> float:
     """What the adapters of a layer keep, ``element`` bytes of each number; the mean of its kind of layers.
 
     The results of the narrow first products; with dropout their inputs once for each matrix, and masks, unless these
@@ -59,7 +60,7 @@ def adapter_bytes(job: Job, element: float, *, moe: bool) -> float:
     model, tuning, strategy = job.model, job.training.tuning, job.strategy
     adapters, tokens, kept = tuning.adapters, job.microbatch_tokens, 0.0
     assert adapters is not None
-    experts = model.moe if moe else None
+    experts = model.experts_of(kind)
     width = experts.shared_ffn if experts else model.ffn
     groups = [(tokens, strategy.tp, (*model.attention_matrices, *(model.mlp_matrices(width) if width else ())))]
     if experts and adapters.experts:
@@ -82,4 +83,4 @@ def adapter_bytes(job: Job, element: float, *, moe: bool) -> float:
             if adapters.method == "dora" and not again:
                 outputs = matrix.outputs * (matrix.share(ranks) if matrix.split == "column" else 1)
                 kept += rows * outputs * element
-    return kept * tuning.adapted_share(layers_of_kind(model, moe=moe))
+    return kept * tuning.adapted_share(layers_of_kind(model, kind))

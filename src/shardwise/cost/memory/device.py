@@ -48,7 +48,6 @@ from shardwise.cost.memory.transient import (
     cached_copy_bytes,
     divided_units,
     gathered_matrices,
-    kinds_of,
     message_buffer_bytes,
     transient_bytes,
 )
@@ -160,12 +159,12 @@ def _parts(memory: MomentMemory, communication: float, temporary: float) -> Devi
 
 def _transient(job: Job, contents: RankContents) -> dict[Moment, tuple[float, float]]:
     moments = [moment for moment in MOMENTS if moment != "loss" or contents.has_head]
-    kinds, messages = kinds_of(contents), job.microbatches * message_buffer_bytes(job)
+    kinds, messages = tuple(kind for kind, _ in contents.held), job.microbatches * message_buffer_bytes(job)
     each = {moment: transient_bytes(job, kinds, moment, has_head=contents.has_head) for moment in moments}
     if "loss" in each:
         communication, temporary = each["loss"]
-        layers = ((contents.dense_layers, False), (contents.moe_layers, True))
-        each["loss"] = communication, temporary + cached_copy_bytes(job, layers, fully_recomputed_share(job, contents))
+        cached = cached_copy_bytes(job, contents.kinds, fully_recomputed_share(job, contents))
+        each["loss"] = communication, temporary + cached
     return {moment: (communication + messages, temporary) for moment, (communication, temporary) in each.items()}
 
 
@@ -216,20 +215,22 @@ def kept_by_layers(job: Job, contents: RankContents) -> float:
     """Activations that one microbatch keeps in the layers and the embedding of a rank."""
     share = fully_recomputed_share(job, contents)
     kept = embedding_activation_bytes(job) if contents.has_embedding else 0.0
-    for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
-        if count and job.strategy.recompute == "full":
-            whole, checkpoint = (layer_activation_bytes(job, moe=moe, recompute=mode) for mode in ("none", "full"))
+    for kind, count in contents.held:
+        if job.strategy.recompute == "full":
+            whole, checkpoint = (layer_activation_bytes(job, kind, recompute=mode) for mode in ("none", "full"))
             kept += count * blend(share, whole, checkpoint)
-        elif count:
-            kept += count * layer_activation_bytes(job, moe=moe)
+        else:
+            kept += count * layer_activation_bytes(job, kind)
     return kept
 
 
 def _recomputed_layer_bytes(job: Job, contents: RankContents) -> float:
     if job.strategy.recompute == "none" or job.strategy.recompute_layers == 0:
         return 0.0
-    restored = recomputed_layer_bytes((1, restored_bytes(job, moe=moe)) for moe in kinds_of(contents))
-    left = left_by_router_bytes(job) if job.strategy.recompute_layers is None else 0.0
+    restored = recomputed_layer_bytes((1, restored_bytes(job, kind)) for kind, _ in contents.held)
+    left = 0.0
+    if job.strategy.recompute_layers is None:
+        left = max((left_by_router_bytes(job, kind) for kind, _ in contents.held), default=0.0)
     return float(restored + left * max(0, contents.moe_layers - 1))
 
 
@@ -379,8 +380,7 @@ def _copied_weights(job: Job, contents: RankContents) -> float:
     """Parameters of layers that autocast makes 16-bit copies of, as far as recompute leaves them."""
     if not job.autocasts or "alternate-products" in job.recomputed_operators:
         return 0.0
-    kinds = ((contents.dense_layers, False), (contents.moe_layers, True))
-    every = sum(count * layer_copy_bytes(job, moe=moe) for count, moe in kinds if count) / 2
+    every = sum(count * layer_copy_bytes(job, kind) for kind, count in contents.held) / 2
     return every * (1 - fully_recomputed_share(job, contents))
 
 

@@ -7,7 +7,6 @@ traces it and compares.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -31,8 +30,9 @@ from shardwise.cost.memory.adapters import input_share
 from shardwise.cost.step.stage_time import layer_shape
 from shardwise.layout.pieces import WIDE_LOGITS, loss_tokens_at_once
 from shardwise.layout.sharding import Sharding
-from shardwise.layout.stages import RankContents, layers_of_kind
+from shardwise.layout.stages import Kinds, RankContents, layers_of_kind
 from shardwise.spec.job import Job
+from shardwise.spec.layers import LayerRecord
 from shardwise.spec.model import MatrixRole
 from shardwise.spec.parameters import parameter_count
 from shardwise.spec.training import Recipe
@@ -43,18 +43,13 @@ Moment = Literal["loss", "layer"]
 MOMENTS: tuple[Moment, ...] = ("loss", "layer")
 
 
-def transient_bytes(job: Job, kinds: tuple[bool, ...], moment: Moment, *, has_head: bool) -> tuple[float, float]:
-    """Communication buffers and temporary tensors at a moment; ``kinds``: those of the rank (`kinds_of`)."""
+def transient_bytes(job: Job, kinds: tuple[LayerRecord, ...], moment: Moment, *, has_head: bool) -> tuple[float, float]:
+    """Communication buffers and temporary tensors at a moment; ``kinds``: those of the rank's layers."""
     if job.stack.gradients == "kept":
         return communication_buffer_bytes(job), temporary_bytes(job, has_head=has_head and moment == "loss")
     if moment == "loss":
         return 0.0, _loss_bytes(job) if has_head else 0.0
     return communication_buffer_bytes(job), layer_moment_bytes(job, kinds)
-
-
-def kinds_of(contents: RankContents) -> tuple[bool, ...]:
-    """The kinds of layer that a rank has, False without and True with experts."""
-    return tuple(moe for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)) if count)
 
 
 def temporary_bytes(job: Job, *, has_head: bool) -> float:
@@ -66,7 +61,7 @@ def temporary_bytes(job: Job, *, has_head: bool) -> float:
     if job.stack.layers == "megatron":
         return logits + _score_buffer_bytes(job)
     if job.stack.gradients == "made" or job.stack.sharded_parameters == "fp32":
-        return max(logits, layer_moment_bytes(job, _kinds(job)))
+        return max(logits, layer_moment_bytes(job, job.model.kinds))
     if job.stack.gated_activation == "separate":
         return max(logits, _activation_gradient_bytes(job))
     return logits
@@ -79,8 +74,8 @@ def _dummy_gradient_bytes(job: Job) -> float:
     """
     shapes = {
         (operator.columns, operator.inner)
-        for moe in _kinds(job)
-        for operator in layer_operators(job.model, layer_shape(job), moe=moe)
+        for kind in job.model.kinds
+        for operator in layer_operators(job.model, layer_shape(job), kind)
         if operator.kind == "product" and not operator.wide
     }
     return 2 * sum(columns * inner for columns, inner in shapes)
@@ -113,18 +108,10 @@ def _activation_gradient_bytes(job: Job) -> float:
     """The gradient of an MLP's activation inputs beside those inputs, of the widest kind of layer."""
     return max(
         tensor.bytes
-        for moe in _kinds(job)
-        for tensor in layer_saved_tensors(job, moe=moe)
+        for kind in job.model.kinds
+        for tensor in layer_saved_tensors(job, kind)
         if tensor.role is SavedRole.ACTIVATION_INPUTS
     )
-
-
-def _kinds(job: Job) -> tuple[bool, ...]:
-    """The kinds of layer that the model has, False without and True with experts."""
-    model = job.model
-    if not model.moe_layers:
-        return (False,)
-    return (True,) if model.moe_layers == model.layers else (False, True)
 
 
 def communication_buffer_bytes(job: Job) -> float:
@@ -222,19 +209,19 @@ def _plain_forward_bytes(job: Job) -> float:
     return logits + 4 * job.model.hidden * tokens + returned
 
 
-def cached_copy_bytes(job: Job, layers: Iterable[tuple[int, bool]], share: float) -> float:
+def cached_copy_bytes(job: Job, layers: Kinds, share: float) -> float:
     """What autocast's cache adds at the loss: copies of weights of recomputed layers, a ``share`` of ``layers``.
 
-    ``layers``: how many there are of each kind, and whether it has experts. The cache is cleared before the backward
+    The cache is cleared before the backward
     pass of the loss, so copies count only as far as they raise the forward pass above it.
     """
-    return max(0.0, sum(count * share * only_cached_bytes(job, moe=moe) for count, moe in layers) - cache_slack(job))
+    return max(0.0, sum(count * share * only_cached_bytes(job, kind) for kind, count in layers) - cache_slack(job))
 
 
-def only_cached_bytes(job: Job, *, moe: bool) -> float:
+def only_cached_bytes(job: Job, kind: LayerRecord) -> float:
     """Copies of the weights of a recomputed layer in the cache; a compiled layer makes its own and leaves none."""
     held = job.autocasts and job.stack.elementwise == "eager" and job.stack.loss == "plain"
-    return layer_copy_bytes(job, moe=moe) if held else 0.0
+    return layer_copy_bytes(job, kind) if held else 0.0
 
 
 def cache_slack(job: Job) -> float:
@@ -262,12 +249,12 @@ def loss_moment_bytes(job: Job) -> float:
     return max(rounded, element * logits + 4 * min(logits, WIDE_LOGITS) + padded) + inputs
 
 
-def layer_moment_bytes(job: Job, kinds: tuple[bool, ...]) -> float:
+def layer_moment_bytes(job: Job, kinds: tuple[LayerRecord, ...]) -> float:
     """The most that the backward pass of a layer of these kinds allocates beyond what it frees."""
-    return max((layer_kind_bytes(job, moe=moe) for moe in kinds), default=0.0)
+    return max((layer_kind_bytes(job, kind) for kind in kinds), default=0.0)
 
 
-def wide_gradients(job: Job, *, moe: bool = False) -> float:
+def wide_gradients(job: Job, kind: LayerRecord) -> float:
     """Tensors as wide as an MLP that its backward pass allocates beyond what it frees.
 
     Gated: gradients of gate, up and activated gate, and the gate once more, when the input of the last matmul and its
@@ -276,35 +263,35 @@ def wide_gradients(job: Job, *, moe: bool = False) -> float:
     gradients of it and of the other factor. Where the last matmul is frozen, its input was not kept, and its gradient
     takes the place of nothing; experts whose gate is a kernel of its own run one after another, so that it is small.
     """
-    separate = job.model.gated and job.stack.gated_activation == "separate"
+    separate, experts = job.model.gated and job.stack.gated_activation == "separate", job.model.experts_of(kind)
     more = 2 if separate else ((3 if job.training.compile else 4) if job.model.gated else 1)
-    if job.training.tuning.everything or job.training.compile or (moe and separate):
+    if job.training.tuning.everything or job.training.compile or (experts and separate):
         return more
-    return more + 1 - input_share(job, False, "mlp", (_R.DOWN,))
+    return more + 1 - input_share(job, kind, "experts" if experts else "mlp", (_R.DOWN,))
 
 
-def layer_kind_bytes(job: Job, *, moe: bool) -> float:
+def layer_kind_bytes(job: Job, kind: LayerRecord) -> float:
     model, strategy, element = job.model, job.strategy, job.training.recipe.activation
     tokens, tp = job.microbatch_tokens, job.strategy.tp
     region = tokens / tp if strategy.sequence_parallel else tokens
-    more = wide_gradients(job, moe=moe and job.model.moe is not None)
+    more, moe = wide_gradients(job, kind), model.experts_of(kind)
     wide, last_product = tokens * model.ffn / tp, model.ffn * model.hidden / tp
-    if moe and model.moe:
-        routed = tokens / tp * model.moe.top_k * job.stack.most_rows_of_experts(model)
-        shared = more * tokens * model.moe.shared_ffn / tp
-        wide = max(routed * model.moe.ffn, 2 * routed * model.hidden / more, shared / more)
-        held = model.moe.experts / strategy.ep / strategy.expert_tensor_parallel
-        last_product = model.moe.ffn * model.hidden * held
+    if moe:
+        routed = tokens / tp * moe.top_k * job.stack.most_rows_of_experts(model)
+        shared = more * tokens * moe.shared_ffn / tp
+        wide = max(routed * moe.ffn, 2 * routed * model.hidden / more, shared / more)
+        held = moe.experts / strategy.ep / strategy.expert_tensor_parallel
+        last_product = moe.ffn * model.hidden * held
     gathered = 2 * tokens * model.hidden - tokens * model.ffn / tp if tp > 1 and not moe else 0.0
     made = element * max(more * wide, gathered) + stream_element(job) * region * model.hidden
     # Under autocast the 16-bit copy of that weight is gone, and its gradient fp32.
-    tuning, layers = job.training.tuning, layers_of_kind(model, moe=moe)
-    trained = tuning.trained_share("experts" if moe and model.moe else "mlp", layers)
+    tuning, layers = job.training.tuning, layers_of_kind(model, kind)
+    trained = tuning.trained_share("experts" if moe else "mlp", layers)
     gradient = trained * (4 - 2 if job.autocasts else job.training.recipe.gradient) * last_product
-    return made + gradient + dequantised_bytes(job, moe=moe)
+    return made + gradient + dequantised_bytes(job, kind)
 
 
-def dequantised_bytes(job: Job, *, moe: bool) -> float:
+def dequantised_bytes(job: Job, kind: LayerRecord) -> float:
     """16-bit weights of the widest frozen matrix of a layer while it is multiplied; a group of experts has one."""
     model, strategy = job.model, job.strategy
     if not job.training.tuning.base.quantised:
@@ -313,11 +300,11 @@ def dequantised_bytes(job: Job, *, moe: bool) -> float:
         matrix.parameters_per_rank(strategy.tp)
         for matrix in (*model.attention_matrices, *model.mlp_matrices(model.ffn))
     )
-    if moe and model.moe:
-        routed = max(m.parameters_per_rank(strategy.expert_tensor_parallel) for m in model.mlp_matrices(model.moe.ffn))
+    if moe := model.experts_of(kind):
+        routed = max(m.parameters_per_rank(strategy.expert_tensor_parallel) for m in model.mlp_matrices(moe.ffn))
         held = max(
             *(matrix.parameters_per_rank(strategy.tp) for matrix in model.attention_matrices),
-            routed * model.moe.experts / strategy.ep,
+            routed * moe.experts / strategy.ep,
         )
     return 2 * held
 

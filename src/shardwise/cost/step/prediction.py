@@ -33,6 +33,7 @@ from shardwise.layout.views import is_unlike, replicas_by_kind, timed_on
 from shardwise.pipeline import bubble_seconds as idle_seconds
 from shardwise.spec.hardware import Cluster
 from shardwise.spec.job import Job
+from shardwise.spec.layers import LayerRecord
 from shardwise.spec.schedules import StepEnds
 from shardwise.spec.stack import Stack
 from shardwise.spec.training import Training
@@ -307,15 +308,15 @@ def stage_compute(job: Job, contents: RankContents) -> StageCompute:
     shape, share = layer_shape(job), fully_recomputed_share(job, contents)
     tuning, flows = job.training.tuning, gradient_share(job.model, job.training.tuning)
     matrices = attention = again_matrices = again_attention = inputs = weights = 0.0
-    for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
-        flops = layer_forward_flops(job.model, shape.seq, moe=moe)
-        operators = layer_operators(job.model, shape, moe=moe)
+    for kind, count in contents.held:
+        flops = layer_forward_flops(job.model, shape.seq, kind)
+        operators = layer_operators(job.model, shape, kind)
         products = count * flops.matrices * tokens / narrow_peak
         scores = count * flops.attention * shape.attended_share * tokens / wide_peak
         if tuning.everything:
             inputs, weights = inputs + products, weights + products
         else:
-            forward, input_gradients, weight_gradients = _tuned_passes(operators, job, shape, moe=moe)
+            forward, input_gradients, weight_gradients = _tuned_passes(operators, job, shape, kind)
             inputs, weights = inputs + products * input_gradients, weights + products * weight_gradients
             products *= forward
         matrices, attention = matrices + products, attention + scores
@@ -330,12 +331,12 @@ def stage_compute(job: Job, contents: RankContents) -> StageCompute:
     )  # fmt: skip
 
 
-def _tuned_passes(operators: tuple[Operator, ...], job: Job, shape: LayerShape, *, moe: bool) -> tuple[float, ...]:
+def _tuned_passes(operators: tuple[Operator, ...], job: Job, shape: LayerShape, kind: LayerRecord) -> tuple[float, ...]:
     """Matmuls of each pass of a layer that is not trained whole, as shares of its forward pass without adapters."""
     plain = sum(operator.flops for operator in operators if operator.kind == "product")
     tuned = [
         operator
-        for operator in layer_operators(job.model, shape, moe=moe, tuning=job.training.tuning)
+        for operator in layer_operators(job.model, shape, kind, job.training.tuning)
         if operator.kind == "product"
     ]
     inputs, weights = (sum(o.flops * share for o, share in zip(tuned, shares)) for shares in _shares(tuned))

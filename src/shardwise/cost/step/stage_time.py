@@ -26,6 +26,7 @@ from shardwise.layout.stages import RankContents, layers_of_kind
 from shardwise.spec.efficiency import by_layer
 from shardwise.spec.hardware import UPDATE_BYTES
 from shardwise.spec.job import Job
+from shardwise.spec.layers import LayerRecord
 from shardwise.spec.parameters import trained_parameters
 from shardwise.spec.training import OPTIMIZERS
 
@@ -96,31 +97,27 @@ def seconds_by_kind(job: Job, contents: RankContents) -> dict[OperatorKind, floa
 def timed_operators(job: Job, contents: RankContents) -> Iterator[tuple[Operator, Seconds]]:
     """The operators of one layer of every kind that a pipeline rank has, and of its end of the model."""
     shape, seconds_of = layer_shape(job), _timed(job)
-    for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
-        if count:
-            yield from (
-                (operator, seconds_of(operator))
-                for operator in layer_operators(job.model, shape, moe=moe, tuning=job.training.tuning)
-            )
+    for kind, _ in contents.held:
+        operators = layer_operators(job.model, shape, kind, job.training.tuning)
+        yield from ((operator, seconds_of(operator)) for operator in operators)
     yield from _ends(job, contents)
 
 
 def _layers(job: Job, contents: RankContents, full_share: float) -> Iterator[tuple[Operator, Seconds, float]]:
     """Operators of the layers, both their passes, and what recompute repeats of the forward pass."""
     shape, seconds_of = layer_shape(job), _timed(job)
-    for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
-        if count:
-            whole, repeated, kernels, kernels_repeated = Seconds(), 0.0, 0, 0.0
-            for operator in layer_operators(job.model, shape, moe=moe, tuning=job.training.tuning):
-                seconds, again = seconds_of(operator), share_run_again(job, operator, full_share)
-                whole, kernels = whole + seconds, kernels + operator.kernels
-                repeated += again * seconds.forward
-                kernels_repeated += again * operator.kernels
-                yield operator, seconds * count, again * seconds.forward * count
-            each_pass = _host_of_layer(job, moe=moe) / _PASSES
-            again = max(0.0, each_pass * kernels_repeated / kernels - repeated)
-            flows = gradient_share(job.model, job.training.tuning)
-            yield _HOST, _beyond_kernels(each_pass, flows * each_pass, whole) * count, again * count
+    for kind, count in contents.held:
+        whole, repeated, kernels, kernels_repeated = Seconds(), 0.0, 0, 0.0
+        for operator in layer_operators(job.model, shape, kind, job.training.tuning):
+            seconds, again = seconds_of(operator), share_run_again(job, operator, full_share)
+            whole, kernels = whole + seconds, kernels + operator.kernels
+            repeated += again * seconds.forward
+            kernels_repeated += again * operator.kernels
+            yield operator, seconds * count, again * seconds.forward * count
+        each_pass = _host_of_layer(job, kind) / _PASSES
+        again = max(0.0, each_pass * kernels_repeated / kernels - repeated)
+        flows = gradient_share(job.model, job.training.tuning)
+        yield _HOST, _beyond_kernels(each_pass, flows * each_pass, whole) * count, again * count
 
 
 def _beyond_kernels(forward: float, gradient: float, layer: Seconds) -> Seconds:
@@ -135,36 +132,38 @@ _PASSES = 3  # an operator has its kernels in each: forward, gradients of inputs
 _HOST = Operator(OperatorRole.STARTS, "traffic", kernels=0)
 
 
-def _host_seconds(job: Job, of_layers: Mapping[str, float], *, moe: bool) -> float:
-    return by_layer(of_layers, mode_of(job.running_stack), rotary=job.model.positions == "rope", moe=moe)
+def _host_seconds(job: Job, of_layers: Mapping[str, float], kind: LayerRecord) -> float:
+    return by_layer(
+        of_layers, mode_of(job.running_stack), rotary=job.model.positions == "rope", moe=kind.feed_forward == "mixture"
+    )
 
 
-def _host_of_layer(job: Job, *, moe: bool) -> float:
+def _host_of_layer(job: Job, kind: LayerRecord) -> float:
     """Seconds in which the host launches both passes of a layer; a graph needs no launches."""
     efficiency, stack = job.cluster.device.efficiency, job.running_stack
     if stack.launched_by_graphs:
         return 0.0
     if stack.is_own and efficiency.own is not None:
-        host = _host_seconds(job, efficiency.own.host_seconds, moe=moe)
+        host = _host_seconds(job, efficiency.own.host_seconds, kind)
     elif stack.launches == "one by one":
-        host = _host_seconds(job, efficiency.host_seconds, moe=moe)
+        host = _host_seconds(job, efficiency.host_seconds, kind)
     else:
         return 0.0
     if job.stack.has_adapter_units(job.training, job.strategy):
-        host += _UNIT_SECONDS * _adapter_units(job, moe=moe)
+        host += _UNIT_SECONDS * _adapter_units(job, kind)
     return host + _HOOKS_OF_A_LAYER if job.stack.module_hooks and job.strategy.zero == 3 else host
 
 
-def _adapter_units(job: Job, *, moe: bool) -> float:
+def _adapter_units(job: Job, kind: LayerRecord) -> float:
     """Matrices of the adapters of a layer; the mean of its kind of layers."""
     model, tuning = job.model, job.training.tuning
     assert tuning.adapters is not None
     mlp = model.mlp_matrices(model.ffn)
     matrices = [*model.attention_matrices, *mlp]
-    if moe and model.moe:
-        experts = model.moe.experts // job.strategy.ep if tuning.adapters.experts else 0
-        matrices = [*model.attention_matrices, *mlp * (experts + (model.moe.shared_ffn > 0))]
-    return 2 * sum(map(tuning.adapters.adapts, matrices)) * tuning.adapted_share(layers_of_kind(model, moe=moe))
+    if moe := model.experts_of(kind):
+        experts = moe.experts // job.strategy.ep if tuning.adapters.experts else 0
+        matrices = [*model.attention_matrices, *mlp * (experts + (moe.shared_ffn > 0))]
+    return 2 * sum(map(tuning.adapters.adapts, matrices)) * tuning.adapted_share(layers_of_kind(model, kind))
 
 
 # What Python takes for a unit of FSDP1 in both passes: 0.46 ms in the forward pass, which recompute repeats, and 0.60
@@ -214,8 +213,7 @@ def unslowed_seconds(job: Job) -> tuple[float, float, float]:
     device, recipe, stack, model = job.cluster.device, job.training.recipe, job.running_stack, job.model
     tuning = job.training.tuning.over(None)
     shape, other, slowed = layer_shape(job), 0.0, {"product": 0.0, "attention": 0.0, "traffic": 0.0}
-    layers = ((model.layers - model.moe_layers, False), (model.moe_layers, True))
-    parts = [(count, layer_operators(model, shape, moe=moe, tuning=tuning)) for count, moe in layers if count]
+    parts = [(count, layer_operators(model, shape, kind, tuning)) for kind, count in model.layers_of_kinds]
     full = 1.0 if job.strategy.recompute == "full" else 0.0
     for count, operators in (*parts, (1, ends_operators(model, _head_shape(job, shape), tuning))):
         for operator in operators:
@@ -247,13 +245,11 @@ def _launches(job: Job) -> float:
     """Seconds that the host takes to launch the layers of a step."""
     efficiency, model, tuning = job.cluster.device.efficiency, job.model, job.training.tuning.over(None)
     total = 0.0
-    for count, moe in ((model.layers - model.moe_layers, False), (model.moe_layers, True)):
-        if count and efficiency.own is not None:
-            total += count * _host_seconds(job, efficiency.own.host_seconds, moe=moe)
-        elif count:
-            kernels = sum(
-                operator.kernels for operator in layer_operators(model, layer_shape(job), moe=moe, tuning=tuning)
-            )
+    for kind, count in model.layers_of_kinds:
+        if efficiency.own is not None:
+            total += count * _host_seconds(job, efficiency.own.host_seconds, kind)
+        else:
+            kernels = sum(operator.kernels for operator in layer_operators(model, layer_shape(job), kind, tuning))
             total += count * _PASSES * kernels * efficiency.operator_seconds
     return job.microbatches * total
 

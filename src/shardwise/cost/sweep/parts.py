@@ -1,4 +1,4 @@
-"""Costs of one layer, the embedding and the head, computed once per distinct key; every rank is a sum of these.
+"""Costs of a layer of each kind, the embedding and the head, computed once per distinct key; a rank is a sum of these.
 
 The figures come from the functions that price a job (`stage_time`, `activations`, `traffic`), called for a rank that
 holds only the one part.
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from shardwise.cost.memory.activations import embedding_activation_bytes, head_activation_bytes, layer_activation_bytes
 from shardwise.cost.memory.restored import left_by_router_bytes, restored_bytes
 from shardwise.cost.memory.transient import (
-    MOMENTS,
     Moment,
     cache_slack,
     message_buffer_bytes,
@@ -33,6 +32,8 @@ from shardwise.layout.payloads import Pass, Payload, Role, sent_forward
 from shardwise.layout.sharding import Sharding
 from shardwise.layout.stages import RankContents, tuned_at, tuned_kinds
 from shardwise.spec.job import Job
+from shardwise.spec.layers import LayerRecord
+from shardwise.spec.model import Model
 from shardwise.spec.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -44,18 +45,16 @@ if TYPE_CHECKING:
 Piece = TypeVar("Piece")
 Probes = Callable[[str], Job]
 MODES = ("none", "selective", "full")
-# The kinds of layer that a rank may have: dense, mixture of experts.
-KINDS: tuple[tuple[bool, ...], ...] = ((), (False,), (True,), (False, True))
-# A rank with one part: dense layer, mixture-of-experts layer, embedding, head.
-PROBES = (
-    RankContents(0, 1, 0, False, False, 0.0, 0.0, 0.0),
-    RankContents(0, 0, 1, False, False, 0.0, 0.0, 0.0),
-    RankContents(0, 0, 0, True, False, 0.0, 0.0, 0.0),
-    RankContents(0, 0, 0, False, True, 0.0, 0.0, 0.0),
-)
 FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, ATTENTION_FORWARD, ATTENTION_BACKWARD, SAVED, CACHED, RESTORED, LEFT = range(
     9
 )
+
+
+def parts_of(model: Model) -> tuple[RankContents, ...]:
+    """Ranks with one part each: a layer of every kind of the model, the embedding, the head."""
+    layers = (RankContents(0, ((kind, 1),), False, False, 0.0, 0.0, 0.0) for kind in model.kinds)
+    ends = (RankContents(0, (), embedding, not embedding, 0.0, 0.0, 0.0) for embedding in (True, False))
+    return (*layers, *ends)
 
 
 def probes(job: Job, base: Strategy, layer: LayerChoice) -> Probes:
@@ -82,10 +81,9 @@ def probed_bytes(job: Job, probe: RankContents) -> tuple[float, float, float, fl
         return embedding_activation_bytes(job), 0.0, 0.0, 0.0
     if probe.has_head:
         return head_activation_bytes(job), -cache_slack(job), 0.0, 0.0
-    moe = probe.moe_layers > 0
-    cached = only_cached_bytes(job, moe=moe) if job.strategy.recompute == "full" else 0.0
-    left = left_by_router_bytes(job) if moe else 0.0
-    return layer_activation_bytes(job, moe=moe), cached, restored_bytes(job, moe=moe), left
+    ((kind, _),) = probe.kinds
+    cached = only_cached_bytes(job, kind) if job.strategy.recompute == "full" else 0.0
+    return layer_activation_bytes(job, kind), cached, restored_bytes(job, kind), left_by_router_bytes(job, kind)
 
 
 @dataclass(frozen=True)
@@ -108,12 +106,12 @@ class PartLine:
 
 @dataclass(frozen=True)
 class Parts:
-    """Figures of the four parts under every recompute mode, for one microbatch on one device."""
+    """Figures of the parts (`parts_of`) under every recompute mode, for one microbatch on one device."""
 
     figures: Array  # part × mode × figure (`FORWARD` to `LEFT`)
     lines: Mapping[LineKey, PartLine]
-    transient_bytes: Mapping[tuple[Moment, tuple[bool, ...], bool], float]
-    """By moment, kinds of layer, and whether there is a head."""
+    transient_bytes: Callable[[Moment, tuple[LayerRecord, ...], bool], float]
+    """At a moment, with some kinds of layer, with or without a head."""
     message_bytes: float  # buffers of each microbatch for messages
 
 
@@ -139,6 +137,7 @@ class PartBook:
         self.job = job
         self.links = tuple(dict.fromkeys(level.name for level in job.cluster.levels))
         self.line_width = 3 + len(self.links)
+        self.probes = parts_of(job.model)
         self._tuned: dict[tuple[Any, ...], PartBook] = {}
         self._parts: dict[tuple[Any, ...], Parts] = {}
         self._pieces: dict[tuple[Any, ...], Any] = {}
@@ -189,7 +188,7 @@ class PartBook:
     def _stacked(self, parts: Sequence[Parts]) -> PartStack:
         import numpy as np
 
-        none = PartLine(np.zeros((len(PROBES), len(MODES), self.line_width)), 0.0)
+        none = PartLine(np.zeros((len(self.probes), len(MODES), self.line_width)), 0.0)
         keys = _ordered(tuple(choice.lines) for choice in parts)
         lines = [[choice.lines.get(key, none) for choice in parts] for key in keys]
         figures = [np.stack([choice.figures for choice in parts])]
@@ -216,7 +215,7 @@ class PartBook:
     def once_seconds(self, group: Group, contents: RankContents, sequence_parallel: bool) -> float:
         """Communication of such a rank after the last microbatch, without data parallelism and tied embeddings."""
         base, places = group.base, group.places
-        ends = (contents.dense_layers, contents.moe_layers, contents.has_embedding)
+        ends = (contents.kinds, contents.has_embedding)
         jobs = probes(self.job, base, LayerChoice(sequence_parallel, "ring", 1))
 
         def price() -> float:
@@ -264,12 +263,9 @@ class PartBook:
         buffers = self._piece(
             "buffers",
             (*common, base.cp, base.ep, base.pp > 1, method, whole),
-            lambda: {
-                (moment, kinds, has_head): sum(transient_bytes(jobs("none"), kinds, moment, has_head=has_head))
-                for moment in MOMENTS
-                for kinds in (KINDS if self.job.model.moe else KINDS[:2])
-                for has_head in (False, True)
-            },
+            lambda: cache(
+                lambda moment, kinds, has_head: sum(transient_bytes(jobs("none"), kinds, moment, has_head=has_head))
+            ),
         )
         return Parts(np.concatenate([seconds, saved], axis=-1), lines, buffers, message_buffer_bytes(jobs("none")))
 
@@ -281,9 +277,7 @@ class PartBook:
 
     def _probed(self, jobs: Probes) -> Iterator[tuple[int, Any, Job, RankContents]]:
         """Each part with its modes and the job and rank to price; recompute changes layers, not embedding and head."""
-        for part, probe in enumerate(PROBES):
-            if probe.moe_layers and self.job.model.moe is None:
-                continue
+        for part, probe in enumerate(self.probes):
             if not probe.layers:
                 yield part, slice(None), jobs("none"), probe
                 continue
@@ -294,17 +288,17 @@ class PartBook:
         """Part × mode × the ``width`` figures that ``of`` gives."""
         import numpy as np
 
-        table = np.zeros((len(PROBES), len(MODES), width))
+        table = np.zeros((len(self.probes), len(MODES), width))
         for part, modes, job, probe in self._probed(jobs):
             table[part, modes] = of(job, probe)
         return table
 
     def _lines(self, jobs: Probes, traffic_of: Callable[[Job, RankContents], list[Traffic]]) -> dict[LineKey, PartLine]:
-        """Lines of the four parts; those of a dimension that cannot be overlapped are pooled, one for each pass."""
+        """Lines of the parts; those of a dimension that cannot be overlapped are pooled, one for each pass."""
         import numpy as np
 
         lines: dict[LineKey, PartLine] = {}
-        none = np.zeros((len(PROBES), len(MODES), self.line_width))
+        none = np.zeros((len(self.probes), len(MODES), self.line_width))
         for part, modes, job, probe in self._probed(jobs):
             for traffic in traffic_of(job, probe):
                 if not traffic.count:

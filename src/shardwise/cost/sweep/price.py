@@ -437,8 +437,10 @@ def _stacked_contents(ranks: list[tuple[RankContents, ...]]) -> RankContents:
     """Each figure an array of kind of rank × 1 × block."""
     import numpy as np
 
-    names = [field.name for field in fields(RankContents)]
-    columns: list[Any] = [
-        np.array([[getattr(rank, name) for rank in kinds] for kinds in ranks]).T[:, None, :] for name in names
-    ]
-    return RankContents(*columns)
+    names = [field.name for field in fields(RankContents) if field.name != "kinds"]
+    columns: dict[str, Any] = {
+        name: np.array([[getattr(rank, name) for rank in kinds] for kinds in ranks]).T[:, None, :] for name in names
+    }
+    counts = np.array([[[count for _, count in rank.kinds] for rank in kinds] for kinds in ranks]).T[:, :, None, :]
+    layers: Any = zip((kind for kind, _ in ranks[0][0].kinds), counts)
+    return RankContents(kinds=tuple(layers), **columns)

@@ -16,7 +16,7 @@ from shardwise.cost.compute.operators import (
 from shardwise.cost.compute.roofline import Seconds
 from shardwise.cost.memory.in_flight import peak_chunks_of_kinds
 from shardwise.cost.memory.sum import PassMemory, pass_memory, reduces_in_turn
-from shardwise.cost.memory.transient import MOMENTS, Moment, kinds_of
+from shardwise.cost.memory.transient import MOMENTS, Moment
 from shardwise.cost.step.prediction import passes_with_exposed, pipeline_bubble, slowest_and_others
 from shardwise.cost.sweep.columns import Group, groups_alike
 from shardwise.cost.sweep.parts import (
@@ -204,8 +204,8 @@ class _RowBuilder:
         for number, numbers in enumerate(classes.values()):
             self.class_of[numbers] = number
         self.modes = np.array([MODES.index(choice.recompute) for choice in group.recomputes])
-        # How many of each part (`parts.PROBES`) every kind of rank holds.
-        held = [(rank.dense_layers, rank.moe_layers, rank.has_embedding, rank.has_head) for rank in group.ranks]
+        # How many of each part (`parts_of`) every kind of rank holds.
+        held = [(*(count for _, count in rank.kinds), rank.has_embedding, rank.has_head) for rank in group.ranks]
         self.counts = np.array(held, dtype=float)
         self.wanted = np.array(
             [layers_to_recompute(choice.recompute, choice.recompute_layers) for choice in group.recomputes]
@@ -251,8 +251,9 @@ class _RowBuilder:
     def _mixed(self, values: Array) -> Array:
         """Figure × kind or 1 × layer × part × mode → figure × kind × layer × 1 × recompute."""
         counts = self.counts[:, :, None, None]
-        rank = counts[:, 0] * values[:, :, :, 0] + counts[:, 1] * values[:, :, :, 1]
-        rank = rank + counts[:, 2] * values[:, :, :, 2] + counts[:, 3] * values[:, :, :, 3]
+        rank = counts[:, 0] * values[:, :, :, 0]
+        for part in range(1, values.shape[3]):
+            rank = rank + counts[:, part] * values[:, :, :, part]
         none, selective, full = (rank[..., None, None, mode] for mode in range(len(MODES)))
         share = self.share[:, None, None, :]
         named = self.modes == MODES.index("selective")
@@ -261,7 +262,7 @@ class _RowBuilder:
 
     def _layers_of_ranks(self) -> Array:
         """Kind × 1."""
-        layers: Array = (self.counts[:, 0] + self.counts[:, 1])[:, None]
+        layers: Array = self.counts[:, :-2].sum(axis=1, keepdims=True)
         return layers
 
     def _timed_rows(self, figures: Array) -> tuple[Seconds, TimedRows]:
@@ -277,7 +278,7 @@ class _RowBuilder:
         transfers = [self._transfer(figures, number) for number in range(len(self.stack.keys))]
         hidden = hidden_in_layers(transfers, windows)
         passes = passes_with_exposed(compute, transfers, hidden, self.timed_m)
-        head = self.counts[:, 3, None, None, None] * self.figures[FORWARD, :, :, 3, 0][..., None, None]
+        head = self.counts[:, -1, None, None, None] * self.figures[FORWARD, :, :, -1, 0][..., None, None]
         lasting, busy = layer_windows(transfers, hidden, windows)
         once = np.array(list(map(self._once_seconds, range(len(self.group.ranks)))))[:, :, None, None]
         sequences = self.sequences[:, self.timed, None]
@@ -309,7 +310,7 @@ class _RowBuilder:
     def _pass_memory(self, saved_figures: Array, cached: Array) -> PassMemory:
         import numpy as np
 
-        head = self.counts[:, 3, None, None, None] * self.figures[SAVED, :, :, 3, 0][..., None, None]
+        head = self.counts[:, -1, None, None, None] * self.figures[SAVED, :, :, -1, 0][..., None, None]
         pp, names = self.group.base.pp, [choice.schedule for choice in self.group.schedules]
         stay_whole = layers_stay_whole(self.wanted, self._layers_of_ranks()[:, None], np.array(self.chunks)[:, None])
         transient = {moment: self._transient(moment) for moment in MOMENTS}
@@ -368,7 +369,7 @@ class _RowBuilder:
         held: Array = np.array(
             [
                 [
-                    parts.transient_bytes[moment, kinds_of(contents), bool(contents.has_head)]
+                    parts.transient_bytes(moment, tuple(kind for kind, _ in contents.held), bool(contents.has_head))
                     for parts in self._of_kind(self.parts, kind)
                 ]
                 for kind, contents in enumerate(self.group.ranks)
@@ -386,7 +387,7 @@ class _RowBuilder:
         """Kind × layer × 1 × recompute."""
         import numpy as np
 
-        restored = self.figures[RESTORED, :, :, :2]
+        restored = self.figures[RESTORED, :, :, :-2]
         none = np.array([choice.recompute_layers == 0 for choice in self.group.recomputes])
         back = np.where(none, 0.0, restored[..., self.modes])  # kind or 1 × layer × part × recompute
         most: Array = recomputed_layer_bytes(
@@ -394,8 +395,9 @@ class _RowBuilder:
         )
         if self.book.job.stack.kept_router_losses:
             every = np.array([choice.recompute_layers is None for choice in self.group.recomputes])
-            left = self.stack.figures[LEFT, :, 1][:, self.modes] * every
-            most = most + np.maximum(0, self.counts[:, 1] - 1)[:, None, None] * left
+            left = (self.figures[LEFT, :, :, :-2] * (self.counts[:, None, :-2, None] > 0)).max(axis=2)
+            others = np.array([max(0, rank.moe_layers - 1) for rank in self.group.ranks])
+            most = most + others[:, None, None] * left[..., self.modes] * every
         return most[:, :, None, :]
 
     # -- the pipeline --------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ def _dense_matrices(model: Model, strategy: Strategy, contents: RankContents) ->
     for matrix in model.attention_matrices:
         yield (contents.layers, *_cut(matrix, tp))
     for matrix in model.mlp_matrices(model.ffn):
-        yield (contents.dense_layers, *_cut(matrix, tp))
+        yield (contents.layers - contents.moe_layers, *_cut(matrix, tp))
     for matrix in (*shared, *(model.router_matrices if moe else ())):
         yield (contents.moe_layers, *_cut(matrix, tp))
     vocabulary = (model.vocab / tp, float(model.hidden))

@@ -25,13 +25,15 @@ from shardwise.layout.payloads import Pass, Payload, Role, sent_backward, sent_f
 from shardwise.layout.pieces import EXCHANGED_CHUNKS
 from shardwise.layout.stages import RankContents
 from shardwise.spec.job import Job
+from shardwise.spec.layers import LayerRecord
 from shardwise.spec.model import MixtureOfExperts
 
 
 def expert_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     """Dispatch and combine of the routed tokens of every mixture-of-experts layer."""
     model, strategy, recipe = job.model, job.strategy, job.training.recipe
-    if model.moe is None or strategy.ep == 1 or not contents.moe_layers:
+    mixture = next((kind for kind, _ in contents.held if model.experts_of(kind)), None)
+    if model.moe is None or strategy.ep == 1 or mixture is None:
         return []
     topology = spanned(job.cluster, expert_runs(strategy), "strategy.ep", "all")
     if topology is None:
@@ -53,7 +55,7 @@ def expert_traffic(job: Job, contents: RankContents) -> list[Traffic]:
         for payload, more in ((sent_forward(role), again), (sent_backward(role), 0.0)):
             traffic = _exchange(job, model.moe, topology, payload, token_bytes, calls * (1 + more))
             window: Window = payload.in_pass if strategy.overlap.ep else "none"
-            alone = 1 - _share_beside_chunks(job, traffic) if job.stack.ep_overlap == "chunks" else 0.0
+            alone = 1 - _share_beside_chunks(job, mixture, traffic) if job.stack.ep_overlap == "chunks" else 0.0
             traffics.append(replace(traffic, window=window, repeated=more / (1 + more), unhideable=alone))
     return in_passes(job, traffics)
 
@@ -68,13 +70,13 @@ def beside_other_microbatches(pp: int, microbatches: Any) -> Any:
     return 1 - minimum(1.0, pp / microbatches)
 
 
-def _share_beside_chunks(job: Job, traffic: Traffic) -> float:
+def _share_beside_chunks(job: Job, kind: LayerRecord, traffic: Traffic) -> float:
     """Share of an exchange that fits beside the computation of other chunks of the same tokens.
 
     Of n chunks each dispatch but the first has the experts of the chunk before beside it, each combine but the last
     those of the chunk after; the first dispatch has the shared expert. Backward passes are the mirror image.
     """
-    experts, shared = _experts_seconds(job, traffic.payload.in_pass)
+    experts, shared = _experts_seconds(job, kind, traffic.payload.in_pass)
     chunk, others = float(traffic.cost.seconds) / EXCHANGED_CHUNKS, EXCHANGED_CHUNKS - 1
     if not chunk:
         return 0.0
@@ -84,11 +86,11 @@ def _share_beside_chunks(job: Job, traffic: Traffic) -> float:
     return beside / (EXCHANGED_CHUNKS * chunk)
 
 
-def _experts_seconds(job: Job, which: Pass) -> tuple[float, float]:
+def _experts_seconds(job: Job, kind: LayerRecord, which: Pass) -> tuple[float, float]:
     """The matmuls of a layer's routed experts, and of its shared expert, for one microbatch."""
     device, recipe, stack = job.cluster.device, job.training.recipe, job.running_stack
     by_role = {OperatorRole.EXPERTS: 0.0, OperatorRole.MLP: 0.0}
-    for operator in layer_operators(job.model, layer_shape(job), moe=True, tuning=job.training.tuning):
+    for operator in layer_operators(job.model, layer_shape(job), kind, job.training.tuning):
         if operator.role in by_role:
             seconds = operator_seconds(operator, device, recipe, stack)
             by_role[operator.role] += float(seconds.forward if which == "forward" else seconds.backward)

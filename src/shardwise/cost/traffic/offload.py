@@ -162,7 +162,7 @@ def share_in_layers(job: Job, contents: RankContents) -> float:
     """The share of a forward pass that a rank computes before its head."""
     if not contents.has_head:
         return 1.0
-    head = part_seconds(job, RankContents(contents.rank, 0, 0, False, True, 0.0, 0.0, 0.0)).forward
+    head = part_seconds(job, RankContents(contents.rank, (), False, True, 0.0, 0.0, 0.0)).forward
     return 1 - float(head / stage_seconds(job, contents).forward)
 
 

@@ -31,6 +31,7 @@ from shardwise.layout.pieces import share_beside_products
 from shardwise.layout.stages import RankContents, layers_of_kind
 from shardwise.spec.fine_tuning import NOTHING, TARGETS, Adapters, Part, Tuning
 from shardwise.spec.job import Job
+from shardwise.spec.layers import LayerRecord
 from shardwise.spec.model import MatrixRole, MixtureOfExperts, Split
 from shardwise.spec.parameters import tuned_layer
 from shardwise.spec.strategy import Strategy
@@ -55,16 +56,22 @@ def _split_traffic(job: Job, contents: RankContents) -> list[Traffic]:
     return in_passes(job, _layer_traffic(job, contents, topology) + _vocabulary_traffic(job, contents, topology))
 
 
-def _blocks(job: Job, contents: RankContents) -> tuple[int, int]:
-    """Column-then-row pairs in the dense and in the mixture-of-experts layers of this rank."""
-    return contents.dense_layers * _blocks_of_layer(job, False), contents.moe_layers * _blocks_of_layer(job, True)
+def _blocks(job: Job, contents: RankContents) -> tuple[int, ...]:
+    """Column-then-row pairs in the layers of each kind of this rank."""
+    return tuple(count * _blocks_of_layer(job, kind) for kind, count in contents.kinds)
 
 
-def _blocks_of_layer(job: Job, moe: bool) -> int:
+def _blocks_of_layer(job: Job, kind: LayerRecord) -> int:
     """Attention and MLP of a layer, counted as one if they run in parallel; of the experts only the shared is split."""
     if _is_one_block(job):
         return 1
-    return 2 if not moe or (job.model.moe and job.model.moe.shared_ffn) else 1
+    return 2 if _split_mlp(job, kind) else 1
+
+
+def _split_mlp(job: Job, kind: LayerRecord) -> bool:
+    """Whether a layer has an MLP, or a shared expert, that tensor parallelism splits."""
+    experts = job.model.experts_of(kind)
+    return experts is None or experts.shared_ffn > 0
 
 
 def _is_one_block(job: Job) -> bool:
@@ -104,26 +111,26 @@ def _layer_traffic(job: Job, contents: RankContents, topology: Topology) -> list
     ]
 
 
-def _reading_hidden_states(job: Job, contents: RankContents, *, trained_only: bool = False) -> tuple[float, float]:
-    """How often split projections of the hidden states gather them in the dense and in the mixture-of-experts layers.
+def _reading_hidden_states(job: Job, contents: RankContents, *, trained_only: bool = False) -> tuple[float, ...]:
+    """How often split projections of the hidden states gather them in the layers of each kind.
 
     Once for attention and once for the MLP, or for each of their projections (`Stack.tp_inputs`); latent attention
     sends its latent vectors instead. ``trained_only``: those that have weight gradients.
     """
     counts, tuning = [], job.training.tuning
-    for layers, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
-        attention, mlp = 1, _blocks_of_layer(job, moe) - 1
+    for kind, count in contents.kinds:
+        attention, mlp = 1, _blocks_of_layer(job, kind) - 1
         if job.stack.tp_inputs == "each" and job.model.mla is None:
-            attention, mlp = 3, mlp * (2 if job.model.gated and not moe else 1)
+            attention, mlp = 3, mlp * (2 if job.model.gated and not job.model.experts_of(kind) else 1)
         if job.model.mla is not None and job.model.mla.q_rank is not None and not _is_one_block(job):
             attention = 0
         shares: list[float] = [1, 1]
         if trained_only and not tuning.everything:
-            layers_of = layers_of_kind(job.model, moe=moe)
-            shares = [_of_backward(job, tuning.trained_share(part, layers_of)) for part in _SPLIT_PARTS]
+            layers = layers_of_kind(job.model, kind)
+            shares = [_of_backward(job, tuning.trained_share(part, layers)) for part in _SPLIT_PARTS]
             shares = [max(shares)] * 2 if _is_one_block(job) else shares
-        counts.append(layers * (attention * shares[0] + mlp * shares[1]))
-    return counts[0], counts[1]
+        counts.append(count * (attention * shares[0] + mlp * shares[1]))
+    return tuple(counts)
 
 
 _SPLIT_PARTS: tuple[Part, Part] = ("attention", "mlp")
@@ -145,18 +152,18 @@ def _adapter_traffic(job: Job, contents: RankContents, topology: Topology, again
     rows: list[tuple[MatrixRole, ...]] = []
     if strategy.overlap.tp:
         rows = [(MatrixRole.ATTENTION_OUTPUT,), (MatrixRole.DOWN,)]
-    for layers, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
-        adapted = job.training.tuning.adapted_share(layers_of_kind(job.model, moe=moe))
+    for kind, layers in contents.kinds:
+        adapted = job.training.tuning.adapted_share(layers_of_kind(job.model, kind))
         calls = {"forward": adapted, "backward": _of_backward(job, adapted)}
         for group in (*columns, *rows):
             width = adapters.rank * len(adapters.roles.intersection(group))
-            split = not moe or (job.model.moe and job.model.moe.shared_ffn) or not _OF_MLP.issuperset(group)
+            split = _split_mlp(job, kind) or not _OF_MLP.issuperset(group)
             if not (layers and adapted and width and split):
                 continue
             size = job.computed_tokens * width * job.training.recipe.communication
-            for payload, kind, repeated in _around_narrow(strategy.sequence_parallel, group in rows, again):
+            for payload, collective, repeated in _around_narrow(strategy.sequence_parallel, group in rows, again):
                 often = layers * job.microbatches * calls[payload.in_pass]
-                traffics.append(priced("tp", payload, kind, size, often, topology, strategy.collective, repeated))
+                traffics.append(priced("tp", payload, collective, size, often, topology, strategy.collective, repeated))
     return traffics
 
 
@@ -221,7 +228,7 @@ class _Line:
     payload: Payload
     kind: CollectiveKind
     once: tuple[float, ...]  # ``times`` without recompute
-    times: tuple[float, ...]  # how often it runs for a microbatch, in the dense and in the mixture-of-experts layers
+    times: tuple[float, ...]  # how often it runs for a microbatch, in the layers of each kind
     split: Split  # how the matmul is split
     beside: Literal["forward", "input_gradient", "weight_gradient"]  # the pass of that matmul
 
@@ -261,9 +268,9 @@ class _Products:
         device, recipe, shape = job.cluster.device, job.training.recipe, layer_shape(job)
         stack = job.running_stack
         self._layers: list[dict[Split, list[Seconds]]] = []
-        for layers, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
+        for kind, count in contents.kinds:
             by_split: dict[Split, list[Seconds]] = {"column": [], "row": []}
-            for operator in layer_operators(job.model, shape, moe=moe, tuning=job.training.tuning) if layers else ():
+            for operator in layer_operators(job.model, shape, kind, job.training.tuning) if count else ():
                 if operator.split != "none":
                     by_split[operator.split].append(operator_seconds(operator, device, recipe, stack))
             self._layers.append(by_split)
@@ -288,11 +295,7 @@ def replicated_gradient_traffic(job: Job, contents: RankContents) -> list[Traffi
         return []
     if not job.strategy.sequence_parallel:
         tuning = replace(NOTHING, adapters=_of_row_parallel_layers(tuning.adapters))
-    replicated = sum(
-        count * _replicated_parameters(job, tuning, moe)
-        for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True))
-        if count
-    )
+    replicated = sum(count * _replicated_parameters(job, tuning, kind) for kind, count in contents.held)
     if contents.has_embedding and job.model.positions == "learned" and tuning.trains("embedding"):
         replicated += job.model.max_seq * job.model.hidden
     size = replicated * job.training.recipe.gradient
@@ -308,11 +311,11 @@ def _of_row_parallel_layers(adapters: Adapters | None) -> Adapters | None:
     return replace(adapters, targets=targets) if targets else None
 
 
-def _replicated_parameters(job: Job, tuning: Tuning, moe: bool) -> float:
+def _replicated_parameters(job: Job, tuning: Tuning, kind: LayerRecord) -> float:
     """Of one layer: a rank holds R + S/t, the layer has R + S, so R = (t·held − whole)/(t − 1)."""
-    tp, layers = job.strategy.tp, layers_of_kind(job.model, moe=moe)
+    tp, layers = job.strategy.tp, layers_of_kind(job.model, kind)
     held, whole = (
-        tuned_layer(job.model, tuning, layers, moe=moe, tensor_parallel=ranks).trained.dense for ranks in (tp, 1)
+        tuned_layer(job.model, tuning, layers, kind, tensor_parallel=ranks).trained.dense for ranks in (tp, 1)
     )
     return (tp * held - whole) / (tp - 1)
 

@@ -56,7 +56,7 @@ def rank_slowness(
     for rank in recorded.ranks:
         each: dict[Hashable, list[float]] = defaultdict(list)
         for layer, seconds in rank.layers.items():
-            each[model.is_moe_layer(layer), None if alike is None else alike[rank.rank]].append(seconds)
+            each[model.every_layer[layer], None if alike is None else alike[rank.rank]].append(seconds)
         kinds.append({kind: statistics.fmean(seconds) for kind, seconds in each.items()})
     if not any(kinds):
         return None

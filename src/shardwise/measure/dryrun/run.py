@@ -132,8 +132,8 @@ def planned_flops(job: Job, pipeline_rank: int, context_rank: int) -> dict[str, 
     contents = rank_contents(job, pipeline_rank)
     shape, share = layer_shape(job, context_rank), fully_recomputed_share(job, contents)
     flops = {"product": 0.0, "attention": 0.0, "traffic": 0.0}
-    for count, moe in ((contents.dense_layers, False), (contents.moe_layers, True)):
-        for operator in layer_operators(job.model, shape, moe=moe, tuning=job.training.tuning):
+    for kind, count in contents.kinds:
+        for operator in layer_operators(job.model, shape, kind, job.training.tuning):
             flops[operator.kind] += (
                 count
                 * operator.flops

@@ -19,6 +19,7 @@ from shardwise.pipeline import Layers, Place, layers_of, partition_over
 from shardwise.planner.candidate import Candidate, candidate
 from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
+from shardwise.spec.layers import LayerRecord
 from shardwise.spec.parameters import tuned_layer
 from shardwise.spec.rules import stage_layer_counts
 from shardwise.spec.schedules import PLAIN
@@ -87,14 +88,14 @@ def pieces_of(job: Job, timed: Pieces | None = None, timed_ends: Pieces | None =
     head = _piece(job, rank_contents(apart, 2), ends.head if ends else None)
     if not job.strategy.schedule_record.forwards_first:  # each loss is followed at once by its backward pass
         head = Piece(head.seconds, head.bytes + head.activation_bytes, 0.0)
-    kinds: dict[tuple[bool, ...], Piece] = {}
+    kinds: dict[tuple[object, ...], Piece] = {}
     of_layers = []
     for index in range(model.layers):
-        moe, own = model.is_moe_layer(index), tuned_over(job, (index,))
-        kind = (moe, *job.training.tuning.kind_of(index, model))
-        if kind not in kinds:
-            kinds[kind] = _layer(own, moe, timed.layers[index] if timed else None)
-        of_layers.append(kinds[kind])
+        kind, own = model.every_layer[index], tuned_over(job, (index,))
+        tuned = (kind, *job.training.tuning.kind_of(index, model))
+        if tuned not in kinds:
+            kinds[tuned] = _layer(own, kind, timed.layers[index] if timed else None)
+        of_layers.append(kinds[tuned])
     return Pieces(embedding, tuple(of_layers), head)
 
 
@@ -102,14 +103,14 @@ def _plain(job: Job, pp: int, counts: tuple[int, ...]) -> Strategy:
     return job.strategy.unchecked(pp=pp, schedule=PLAIN, interleave=1, stage_layers=counts)
 
 
-def _layer(job: Job, moe: bool, timed: Piece | None) -> Piece:
+def _layer(job: Job, kind: LayerRecord, timed: Piece | None) -> Piece:
     """The mean layer of a rank: recompute may cover only some of its layers."""
     strategy, count = job.strategy, max(1, job.model.layers // job.strategy.pp)
     each = tuned_layer(
         job.model,
         job.training.tuning,
-        layers_of_kind(job.model, moe=moe),
-        moe=moe,
+        layers_of_kind(job.model, kind),
+        kind,
         tensor_parallel=strategy.tp,
         expert_parallel=strategy.ep,
         expert_tensor_parallel=strategy.expert_tensor_parallel,
@@ -120,7 +121,7 @@ def _layer(job: Job, moe: bool, timed: Piece | None) -> Piece:
         for part in (kept.dense - kept.norms, kept.norms, kept.experts)
     ]
     flows = gradient_share(job.model, job.training.tuning)
-    all_of_them = RankContents(1, 0 if moe else count, count if moe else 0, False, False, *parameters)
+    all_of_them = RankContents(1, ((kind, count),), False, False, *parameters)
     all_of_them = replace(all_of_them, frozen_above=flows * parameters[3], frozen_experts_above=flows * parameters[5])
     layer = _piece(job, all_of_them, timed) / count
     return layer if timed is None else replace(layer, seconds=timed.seconds)

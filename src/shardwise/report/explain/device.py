@@ -84,10 +84,10 @@ def explain_zero(parameters: float, shards: int, precision: str, optimizer: str)
 
 def explain_activations(job: Job) -> Explanation:
     """What one layer of the job's model keeps for the backward pass, tensor by tensor."""
-    moe = job.model.moe is not None
-    strategy = job.strategy
-    tensors = layer_saved_tensors(job, moe=moe)
-    total = layer_activation_bytes(job, moe=moe, recompute="none")
+    kind, strategy = job.model.kinds[-1], job.strategy  # with experts, if the model has any
+    what = "mixture-of-experts layer" if job.model.moe else "layer"
+    tensors = layer_saved_tensors(job, kind)
+    total = layer_activation_bytes(job, kind, recompute="none")
     rows = tuple(
         (t.name, bar(t.bytes / total, 24), t.recomputed_by, size(t.bytes), share(t.bytes / total)) for t in tensors
     )
@@ -97,7 +97,7 @@ def explain_activations(job: Job) -> Explanation:
     per_element = units.value(sizes)
     columns = {"tensor": "tensor", "": "", "recomputed by": "recomputed_by", "bytes": "bytes", "share": "share"}
     return Explanation(
-        title=f"Activations of one {'mixture-of-experts ' if moe else ''}layer of {model.name}, one microbatch",
+        title=f"Activations of one {what} of {model.name}, one microbatch",
         formula=(str(units),),
         numbers=(
             ("s", "tokens of a sequence", number(job.training.seq)),
@@ -112,9 +112,9 @@ def explain_activations(job: Job) -> Explanation:
             ("nothing recomputed", size(total)),
             (
                 f"selective recompute ({', '.join(job.selective_operators)})",
-                size(layer_activation_bytes(job, moe=moe, recompute="selective")),
+                size(layer_activation_bytes(job, kind, recompute="selective")),
             ),
-            ("full recompute", size(layer_activation_bytes(job, moe=moe, recompute="full"))),
+            ("full recompute", size(layer_activation_bytes(job, kind, recompute="full"))),
             (units.name, number(per_element, f"{per_element:.2f}")),
             ("embedding, first stage", size(embedding_activation_bytes(job))),
             ("head and loss, last stage", size(head_activation_bytes(job))),
