@@ -10,7 +10,8 @@ from engine.parity import check
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.job import Job
 from shardwise.spec.layers import LayerRecord
-from shardwise.spec.model import MixtureOfExperts, Model, Numerics, RopeScaling
+from shardwise.spec.model import MixtureOfExperts, Model
+from shardwise.spec.numerics import Numerics, RopeScaling
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.training import Training
 

@@ -16,7 +16,8 @@ from shardwise.interop.families import ALIASES, FAMILIES
 from shardwise.interop.huggingface import hf_config_from_model, left_out, model_from_hf_config
 from shardwise.spec import presets
 from shardwise.spec.errors import SpecError
-from shardwise.spec.model import Model, Numerics
+from shardwise.spec.model import Model
+from shardwise.spec.numerics import Numerics
 from shardwise.spec.parameters import parameter_count
 from tables import table
 

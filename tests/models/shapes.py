@@ -10,7 +10,8 @@ from torch import Tensor
 
 from shardwise.models import Decoder, initialise
 from shardwise.spec.layers import LatentAttention, LayerRecord
-from shardwise.spec.model import MixtureOfExperts, Model, Numerics
+from shardwise.spec.model import MixtureOfExperts, Model
+from shardwise.spec.numerics import Numerics
 
 _LLAMA: dict[str, Any] = {
     "layers": 3, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 61, "activation": "swiglu",

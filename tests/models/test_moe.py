@@ -11,7 +11,8 @@ from torch import Tensor
 from models.shapes import SHAPES, decoder_of, gradients, tokens
 from shardwise.models.decoder import initialise
 from shardwise.models.moe import LocalExchange, MoELayer, TopKRouter, balance_value, grouped_product
-from shardwise.spec.model import Model, Numerics
+from shardwise.spec.model import Model
+from shardwise.spec.numerics import Numerics
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 SOFTMAX, SIGMOID = SHAPES["moe"], SHAPES["mla"]

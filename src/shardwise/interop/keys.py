@@ -9,7 +9,8 @@ from typing import Any
 from shardwise.interop.tensor_names import TensorNames
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.layers import LayerRecord, Mixer
-from shardwise.spec.model import Model, RopeScaling
+from shardwise.spec.model import Model
+from shardwise.spec.numerics import RopeScaling
 
 Config = Mapping[str, Any]
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from shardwise.models.dot_product import AttentionArguments, dot_product_attention
 from shardwise.models.mlp import EveryHead, Project, as_they_are, plus_linear, project_each
 from shardwise.models.norms import norm_of
-from shardwise.spec.model import Model, RopeScaling
+from shardwise.spec.model import Model
+from shardwise.spec.numerics import RopeScaling
 
 # -- Rotary positions (RoFormer, arXiv 2104.09864) and the ways to extend them ---------------------
 # Feature i of the first half of a head rotates with feature i of its second half. Nothing is kept between calls: a few

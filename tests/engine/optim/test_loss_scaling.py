@@ -14,7 +14,8 @@ from shardwise.engine.optim.optimizer import local
 from shardwise.measure.reference import sample_batch
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.job import Job
-from shardwise.spec.model import MixtureOfExperts, Model, Numerics
+from shardwise.spec.model import MixtureOfExperts, Model
+from shardwise.spec.numerics import Numerics
 from shardwise.spec.strategy import Strategy
 from shardwise.spec.training import LossScaling, Optimization, Training
 

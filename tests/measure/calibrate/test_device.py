@@ -32,7 +32,8 @@ from shardwise.spec.clusters import cluster_from
 from shardwise.spec.codec import FrozenMapping
 from shardwise.spec.efficiency import LAYER_PARTS, PASSES, SCALINGS, Efficiency, EngineKernels
 from shardwise.spec.hardware import Device
-from shardwise.spec.model import MixtureOfExperts, Model, Numerics
+from shardwise.spec.model import MixtureOfExperts, Model
+from shardwise.spec.numerics import Numerics
 from shardwise.spec.stack import default_stack
 from shardwise.spec.training import RECIPES
 

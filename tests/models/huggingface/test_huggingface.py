@@ -20,7 +20,8 @@ from shardwise.models import Decoder
 from shardwise.models.huggingface import write_folder
 from shardwise.models.huggingface.folder import INDEX, SINGLE, open_folder
 from shardwise.spec.errors import SpecError
-from shardwise.spec.model import Model, Numerics, RopeScaling
+from shardwise.spec.model import Model
+from shardwise.spec.numerics import Numerics, RopeScaling
 
 Files = dict[str, Tensor]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Literal
 
-from shardwise.collectives.arrays import maximum, minimum, select
+from shardwise.collectives.arrays import maximum, minimum
 from shardwise.cost.compute.flops import attended_share, attended_tokens_of_rank
 from shardwise.layout.pieces import loss_in_one_piece, loss_tokens_at_once
 from shardwise.layout.stages import RankContents, layers_of_kind
@@ -434,18 +434,6 @@ def layers_stay_whole(wanted: Any, layers: Any, chunks: Any) -> Any:
 def blend(share: Any, plain: Any, recomputed: Any) -> Any:
     """The mean of a figure over layers, where full recompute runs a ``share`` of them again."""
     return (1 - share) * plain + share * recomputed
-
-
-def recomputed_layer_bytes(kinds: Iterable[tuple[Any, Any]]) -> Any:
-    """Tensors that recompute restores for the backward pass of one layer.
-
-    ``kinds``: the number of layers of each kind, and what is restored for one of them. That is below zero where a layer
-    that is computed again needs less than one that is not.
-    """
-    most: Any = -math.inf
-    for count, restored in kinds:
-        most = maximum(most, select(count > 0, restored, -math.inf))
-    return select(most > -math.inf, most, 0.0)
 
 
 def share_run_again(job: Job, operator: Operator, full_share: float) -> float:

@@ -12,7 +12,6 @@ from shardwise.cost.compute.operators import (
     fully_recomputed_share,
     layers_stay_whole,
     layers_to_recompute,
-    recomputed_layer_bytes,
 )
 from shardwise.cost.memory.activations import (
     embedding_activation_bytes,
@@ -21,7 +20,7 @@ from shardwise.cost.memory.activations import (
     layer_copy_bytes,
 )
 from shardwise.cost.memory.in_flight import microbatches_in_flight
-from shardwise.cost.memory.restored import left_by_router_bytes, restored_bytes
+from shardwise.cost.memory.restored import left_by_router_bytes, recomputed_layer_bytes, restored_bytes
 from shardwise.cost.memory.states import (
     ParameterGroup,
     StateBytes,

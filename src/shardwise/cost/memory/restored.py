@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from shardwise.collectives.arrays import maximum, select
 from shardwise.cost.memory.activations import SavedRole, layer_activation_bytes, layer_saved_tensors, stream_element
 from shardwise.cost.memory.adapters import input_share
 from shardwise.cost.memory.transient import layer_kind_bytes, wide_gradients
@@ -75,3 +80,15 @@ def _backward_of_attention_bytes(job: Job, kind: LayerRecord) -> float:
         features += 2 * model.heads * model.query_key_dim  # fp32, in elements of 16 bits
         features += model.heads * (model.query_key_dim + model.value_dim) * (key_heads < model.heads)
     return held + tokens * (element * features + stream_element(job) * model.hidden)
+
+
+def recomputed_layer_bytes(kinds: Iterable[tuple[Any, Any]]) -> Any:
+    """Tensors that recompute restores for the backward pass of one layer.
+
+    ``kinds``: the number of layers of each kind, and what is restored for one of them. That is below zero where a layer
+    that is computed again needs less than one that is not.
+    """
+    most: Any = -math.inf
+    for count, restored in kinds:
+        most = maximum(most, select(count > 0, restored, -math.inf))
+    return select(most > -math.inf, most, 0.0)

@@ -10,11 +10,11 @@ from shardwise.cost.compute.operators import (
     blend,
     layers_stay_whole,
     layers_to_recompute,
-    recomputed_layer_bytes,
     recomputed_share,
 )
 from shardwise.cost.compute.roofline import Seconds
 from shardwise.cost.memory.in_flight import peak_chunks_of_kinds
+from shardwise.cost.memory.restored import recomputed_layer_bytes
 from shardwise.cost.memory.sum import PassMemory, pass_memory, reduces_in_turn
 from shardwise.cost.memory.transient import MOMENTS, Moment
 from shardwise.cost.step.prediction import passes_with_exposed, pipeline_bubble, slowest_and_others
