@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -195,3 +196,24 @@ def test_a_prompt_without_room_for_an_answer_is_no_sample(
 
 def test_a_folder_without_a_model_is_one_line(tmp_path: Path, chats: Path) -> None:
     assert "not a Hugging Face folder" in error_line(run(*command(tmp_path, chats)))
+
+
+def test_a_folder_without_a_tokenizer_is_told_so(
+    folder: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = Path("models", "bare")  # as a hub id would be
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder, named, ignore=shutil.ignore_patterns("tokenizer*"))
+    assert "has no tokenizer.json" in error_line(run(*command(named, chats)))
+
+
+def test_a_base_in_four_bits_stays_in_four_bits(folder: Path, chats: Path, tmp_path: Path) -> None:
+    quantised = tmp_path / "quantised"
+    shutil.copytree(folder, quantised)
+    config = json.loads((quantised / "config.json").read_text())
+    settings = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    (quantised / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    for method, words in ((), "QLoRA fits"), (("--method", "full"), "dequantised first"):
+        shown = run(*command(quantised, chats, "--plan-only", *method))
+        assert words in " ".join(shown.out.split()), shown.err
+        assert "keeps its weights in 4 bits" in " ".join(shown.out.split())

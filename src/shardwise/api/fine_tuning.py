@@ -31,6 +31,7 @@ from shardwise.run.checkpoint.folder import folder_at
 from shardwise.run.data.conversations import ANSWERS, Answers, RecordRules
 from shardwise.spec.clusters import job_cluster_from
 from shardwise.spec.errors import SpecError, nearest_name, shown
+from shardwise.spec.files import parse_json
 from shardwise.spec.fine_tuning import Adapters
 from shardwise.spec.hub import is_hub_id
 from shardwise.spec.job import Job
@@ -224,10 +225,11 @@ def finetune(
 def _model_folder(model: str) -> Path:
     cached = None if os.path.exists(model) else cached_model(model)  # noqa: PTH110 (raises for an invalid path)
     folder = cached or folder_of_model(str(Path(model).absolute()))  # "tiny" alone would name a preset
-    if is_hub_id(model) and (folder is None or not (folder / "tokenizer.json").is_file()):
+    here = Path(model).is_dir()
+    if is_hub_id(model) and not here and (folder is None or not (folder / "tokenizer.json").is_file()):
         problem = f"{shown(model)} is not a folder, nor in this machine's Hugging Face cache with its tokenizer"
         raise SpecError("model", problem, f"run `hf download {model}`, or name the folder of a model")
-    if folder is None and Path(model).is_dir() and folder_at(Path(model)).committed():
+    if folder is None and here and folder_at(Path(model)).committed():
         raise SpecError("model", f"{shown(model)} is a run", "convert it with ⟨to=huggingface⟩, and name that folder")
     if folder is None:
         remedy = "name the folder of a model: config.json, weights and tokenizer, as from huggingface.co"
@@ -250,9 +252,10 @@ def _made_ready(folder: Path, files: list[Path], options: FineTuningOptions, rep
         raise SpecError("⟨out⟩", f"{place} cannot be written ({reason})", "name another folder") from None
     lengths = _lengths(built.prefix)
     seq = _seq(model, lengths, options)
-    choice = _chosen(model, lengths, seq, options, report)
+    methods, note = _methods(folder, options)
+    choice = _chosen(model, lengths, seq, methods, options, report)
     job = _job(folder, out, built, choice, options)
-    notes = (*check_data(job), *filter(None, [sequence_note(job.model, job.training)]))
+    notes = (*check_data(job), *filter(None, [note, sequence_note(job.model, job.training)]))
     return ReadyFineTuning(built, lengths, choice, job, prompt, notes)
 
 
@@ -304,7 +307,26 @@ def _seq(model: Model, lengths: Lengths, options: FineTuningOptions) -> int:
     return min(seq, most)
 
 
-def _chosen(model: Model, lengths: Lengths, seq: int, options: FineTuningOptions, report: OnProgress) -> ChosenMethod:
+def _methods(folder: Path, options: FineTuningOptions) -> tuple[tuple[Method, ...], str | None]:
+    """Those to try, with a note where the folder's weights have 4 bits: then they stay so unless asked for."""
+    settings = parse_json((folder / "config.json").read_text()).get("quantization_config")
+    if not isinstance(settings, dict) or not settings.get("load_in_4bit"):
+        return options.methods, None
+    if options.method == "auto":
+        return ("qlora",), f"{folder.name} keeps its weights in 4 bits; only adapters over them are tried"
+    if options.method == "qlora":
+        return options.methods, None
+    return options.methods, f"{folder.name} keeps its weights in 4 bits; they are dequantised first"
+
+
+def _chosen(
+    model: Model,
+    lengths: Lengths,
+    seq: int,
+    methods: tuple[Method, ...],
+    options: FineTuningOptions,
+    report: OnProgress,
+) -> ChosenMethod:
     cluster = job_cluster_from(options.cluster or _devices_here())
     batch = whole_number(options.global_batch, "⟨global_batch⟩")
     training = {"seq": seq, "global_batch": batch, "task": "sft", "lengths": lengths, "compile": options.compile}
@@ -312,7 +334,7 @@ def _chosen(model: Model, lengths: Lengths, seq: int, options: FineTuningOptions
         training["precision"] = options.precision
     job = Job.from_dict({"model": model, "cluster": cluster, "training": training, "stack": stack_from("shardwise")})
     return choose_method(
-        Request(job), options.adapters, methods=options.methods,
+        Request(job), options.adapters, methods=methods,
         progress=lambda method, count: report(f"planning {WORDS[method]}: {count:,} strategies priced"),
     )  # fmt: skip
 
