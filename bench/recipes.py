@@ -1,7 +1,7 @@
 """How many configuration files of other frameworks are recognised and priced: `python bench/recipes.py FOLDER [...]`.
 
 On eight H100, or as many as a file names, or on the fewest that its degrees allow; where a file names a model that is
-not known here, Llama 3 8B stands in.
+not known here, Llama 3 8B stands in, or Qwen3 30B-A3B where its experts are split.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError
 from shardwise.spec.model import Model
 
-STAND_IN = presets.load("model", Model, "llama3-8b")
+STAND_INS = [presets.load("model", Model, name) for name in ("llama3-8b", "qwen3-30b-a3b")]
 NODE = cluster_from("dgx-h100")
 
 
@@ -40,15 +40,16 @@ def outcome(path: Path) -> str:
         return "not recognised"
     refused: SpecError | None = None
     for times in (1, 2, 4, 8, 16, 32, 64):
-        try:
-            cluster = NODE.with_devices((read(path, model=STAND_IN).devices or NODE.devices) * times)
-            known = not read(path, cluster=cluster).no_model
-            model = None if known else STAND_IN
-            analyze(read(path, model=model, cluster=cluster).job(cluster, model))
-        except SpecError as error:
-            refused = refused or error
-        else:
-            return f"{kind}, priced" + ("" if known else " with another model")
+        for stand_in in STAND_INS:
+            try:
+                cluster = NODE.with_devices((read(path, model=stand_in).devices or NODE.devices) * times)
+                known = not read(path, cluster=cluster).no_model
+                model = None if known else stand_in
+                analyze(read(path, model=model, cluster=cluster).job(cluster, model))
+            except SpecError as error:
+                refused = refused or error
+            else:
+                return f"{kind}, priced" + ("" if known else " with another model")
     print(f"  {path.name}: {refused}")
     return f"{kind}, refused"
 

@@ -64,8 +64,16 @@ MAXTEXT: dict[str, Any] = {
     "base_config": "base.yml", "model_name": "llama3-8b", "per_device_batch_size": 2, "max_target_length": 4096,
     "ici_tensor_parallelism": 2, "remat_policy": "minimal", "attention": "flash", "steps": 20,
 }  # fmt: skip
+AUTOMODEL: dict[str, Any] = {
+    "recipe": "TrainFinetuneRecipeForNextTokenPrediction", "packed_sequence": {"packed_sequence_size": 4096},
+    "step_scheduler": {"global_batch_size": 64, "local_batch_size": 2, "max_steps": 100},
+    "model": {"_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained",
+              "pretrained_model_name_or_path": "llama3-8b", "torch_dtype": "bf16"},
+    "distributed": {"strategy": "fsdp2", "tp_size": 1, "cp_size": 1, "activation_checkpointing": True},
+    "optimizer": {"_target_": "torch.optim.Adam", "lr": 1e-5, "betas": [0.9, 0.95]},
+}  # fmt: skip
 RECIPES = {"axolotl": AXOLOTL, "llamafactory": FACTORY, "torchtune": TUNE, "litgpt": LIT, "trl": TRL,
-           "gpt-neox": NEOX, "maxtext": MAXTEXT}  # fmt: skip
+           "gpt-neox": NEOX, "maxtext": MAXTEXT, "automodel": AUTOMODEL}  # fmt: skip
 
 
 def changed(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -263,6 +271,24 @@ CHANGES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("gpt-neox", {"hidden_dropout": 0.1}, {"training.dropout": True}),
     ("gpt-neox", {"num_kv_heads": 8}, {"model.kv_heads": 8}),
     ("gpt-neox", {"fp16": None, "precision": "bfloat16"}, {"training.precision": "bf16"}),
+    ("automodel", {}, {"training.optimizer": "adamw-bf16-moments", "strategy.zero": 3, "strategy.accumulate": "local",
+                       "strategy.recompute": "full", "training.task": "sft", "stack.adamw": "foreach unsharded"}),
+    ("automodel", {"peft": {"dim": 16, "target_modules": "*_proj"}},
+     {"training.adapters.rank": 16, "training.adapters.targets": ("all-linear",), "training.base_precision": "bf16"}),
+    ("automodel", {"peft": {"target_modules": ["*.q_proj"]}, "quantization": {"load_in_4bit": True}},
+     {"training.adapters.targets": ("q_proj",), "training.base_precision": "nf4"}),
+    ("automodel", {"model.torch_dtype": "float32"}, {"training.optimizer": "adamw", "stack.masters": "fp32"}),
+    ("automodel", {"optimizer": {"_target_": "transformer_engine.pytorch.optimizers.FusedAdam", "master_weights": True,
+                                 "store_param_remainders": True}},
+     {"stack.masters": "rest", "stack.adamw": "in place"}),
+    ("automodel", {"distributed.pp_size": 2, "distributed.pipeline": {"pp_schedule": "interleaved1f1b",
+                                                                      "layers_per_stage": 4}},
+     {"strategy.interleave": 4, "strategy.microbatch": 1, "strategy.keep_parameters": True}),
+    ("automodel", {"model.pretrained_model_name_or_path": "qwen3-30b-a3b", "distributed.ep_size": 8,
+                   "model.backend": {"dispatcher": "deepep"}},
+     {"strategy.ep": 8, "strategy.dispatch": "deduplicated", "strategy.keep_parameters": True}),
+    ("automodel", {"fp8": {"enabled": True, "recipe_name": "rowwise"}}, {"training.precision": "fp8-rowwise"}),
+    ("automodel", {"compile": {"enabled": True}}, {"training.compile": True, "stack.base": "pytorch-compiled"}),
     ("maxtext", {"model_name": None, "base_emb_dim": 6144, "global_parameter_scale": 8},
      {"model.hidden": 12288, "model.layers": 32, "model.heads": 32}),
     ("maxtext", {}, {"strategy.tp": 2, "strategy.microbatch": 4, "training.global_batch": 16, "strategy.zero": 3}),
@@ -308,6 +334,9 @@ BESIDE: dict[str, tuple[dict[str, Any], ...]] = {
     "axolotl": ({}, {"attn_implementation": "eager", "lora_target_linear": None}),
     "llamafactory": ({},), "torchtune": ({},), "litgpt": ({},),
     "trl": ({},), "gpt-neox": ({}, {"fp16": None, "precision": "bfloat16"}),
+    "automodel": ({}, {"distributed.pp_size": 2}, {"peft": {"dim": 8}}, {"packed_sequence": None, "dataset": {"a": 1}},
+                  {"fp8": {"enabled": True}, "distributed.activation_checkpointing": None,
+                   "model.torch_dtype": None, "optimizer.master_weights": True}),
     "maxtext": ({}, {"lora.enable_lora": True, "lora.lora_rank": 4}, {"model_name": None, "use_sft": True},
                 {"model_name": None, "attention_type": "mla", "num_experts": 2, "remat_policy": "custom"},
                 {"weight_dtype": "bfloat16", "ici_context_parallelism": 2, "ici_tensor_parallelism": 1}),
@@ -368,6 +397,8 @@ def test_a_model_that_is_not_known_is_said_and_another_may_be_given(tmp_path: Pa
         ("gpt-neox", {"hidden-size": None}, "hidden_size"),
         ("gpt-neox", {"zero_optimization": {"stage": 7}}, "zero_optimization.stage"),
         ("litgpt", {"devices": 4}, "devices"),
+        ("automodel", {"model.torch_dtype": "int3"}, "model.torch_dtype"),
+        ("automodel", {"peft": {"target_modules": 5}}, "peft.target_modules"),
         ("maxtext", {"per_device_batch_size": 0.25}, "per_device_batch_size"),
         ("maxtext", {"remat_policy": "most"}, "remat_policy"),
         ("maxtext", {"ici_fsdp_parallelism": 16}, "ici_fsdp_parallelism"),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.interop.frameworks.accelerate import ACCELERATE
+from shardwise.interop.frameworks.automodel import AUTOMODEL
 from shardwise.interop.frameworks.axolotl import AXOLOTL
 from shardwise.interop.frameworks.colossalai import COLOSSALAI
 from shardwise.interop.frameworks.deepspeed import DEEPSPEED
@@ -45,7 +46,7 @@ TARGETS: dict[str, Target] = {
     framework.name: framework for framework in (DEEPSPEED, MEGATRON, TORCHTITAN, ACCELERATE, NANOTRON, COLOSSALAI)
 }
 # Those whose configurations are read, which are not all written.
-_RECIPES = (AXOLOTL, LLAMAFACTORY, TORCHTUNE, LITGPT, GPT_NEOX, MAXTEXT, TRL)
+_RECIPES = (AXOLOTL, LLAMAFACTORY, TORCHTUNE, LITGPT, GPT_NEOX, MAXTEXT, AUTOMODEL, TRL)
 READERS: dict[str, Target] = {**TARGETS, **{framework.name: framework for framework in _RECIPES}}
 
 
