@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 from shardwise.cost.analysis import analyze
-from shardwise.interop.frameworks import framework_of, read
+from shardwise.interop.frameworks import configuration_of
 from shardwise.spec import presets
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError
@@ -35,17 +35,18 @@ def main() -> int:
 
 def outcome(path: Path) -> str:
     """The framework and what became of the file; a refusal is printed."""
-    kind = framework_of(path)
-    if kind is None:
+    found = configuration_of(path.read_text(encoding="utf-8"), path.name, path.parent)
+    if found is None:
         return "not recognised"
+    kind = found.framework
     refused: SpecError | None = None
     for times in (1, 2, 4, 8, 16, 32, 64):
         for stand_in in STAND_INS:
             try:
-                cluster = NODE.with_devices((read(path, model=stand_in).devices or NODE.devices) * times)
-                known = not read(path, cluster=cluster).no_model
+                cluster = NODE.with_devices((found.read(stand_in).devices or NODE.devices) * times)
+                known = not found.read(cluster=cluster).no_model
                 model = None if known else stand_in
-                analyze(read(path, model=model, cluster=cluster).job(cluster, model))
+                analyze(found.read(model, cluster).job(cluster, model))
             except SpecError as error:
                 refused = refused or error
             else:

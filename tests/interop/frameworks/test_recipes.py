@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from cli.running import error_line, run
-from shardwise.interop.frameworks import READERS, TARGETS, framework_of, read
+from shardwise.interop.frameworks import READERS, TARGETS, configuration_of, framework_of, read
 from shardwise.interop.frameworks.job_fields import Imported
 from shardwise.interop.frameworks.torchtune import model_name
 from shardwise.spec import presets
@@ -423,11 +423,11 @@ python3 -m maxtext.trainers.pre_train.$EXECUTABLE "${CONFIGS:-$PWD/configs}"/bas
 
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_script_that_starts_it_says_the_same_as_its_file(tmp_path: Path, name: str) -> None:
-    script, file = tmp_path / "launch.sh", tmp_path / "recipe.yaml"
-    script.write_text(LAUNCHES[name])
+    file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(RECIPES[name]))
-    assert framework_of(script) == framework_of(file) == name
-    assert read(script, cluster=EIGHT).job(EIGHT) == read(file, cluster=EIGHT).job(EIGHT)
+    started = configuration_of(LAUNCHES[name], "launch.sh")
+    assert started is not None and started.framework == framework_of(file) == name
+    assert started.read(cluster=EIGHT).job(EIGHT) == read(file, cluster=EIGHT).job(EIGHT)
 
 
 @pytest.mark.parametrize("text", ["trainer: {nnodes: 2}\nactor: {path: a}\n", "- 1\n", "{}\n"])

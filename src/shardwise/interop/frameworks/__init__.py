@@ -189,6 +189,8 @@ def started_by(text: str, name: str, folder: Path | None = None) -> Configuratio
     if launch is None:
         return None
     framework = _of_program(launch)
+    defaults = READERS[framework].defaults_in if framework is not None else ()
+    named = [file for file in launch.files if Path(file).name not in defaults]
     for file in launch.files:
         content = beside(file)
         if content is None:
@@ -198,7 +200,7 @@ def started_by(text: str, name: str, folder: Path | None = None) -> Configuratio
             above = None if folder is None else folder / Path(file).parent
             above = above if above is not None and above.is_dir() else folder
             return Configuration(Path(file).name, kind, content, above, launch.settings, launch)
-    if launch.files or framework is None:
+    if named or framework is None:
         return None
     return Configuration(name, framework, "", folder, launch.settings, launch)
 
@@ -209,7 +211,11 @@ def _programs() -> dict[str, str]:
 
 
 def _of_program(launch: ScriptLaunch | None) -> str | None:
-    return None if launch is None else _programs().get(launch.program.rpartition("/")[2].partition(".")[0])
+    if launch is None:
+        return None
+    *folders, last = launch.program.split("/")
+    names = (last.partition(".")[0], *folders)
+    return next((framework for name in names if (framework := _programs().get(name.lower()))), None)
 
 
 def framework_of(path: Path | str) -> str | None:

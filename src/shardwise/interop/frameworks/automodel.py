@@ -8,6 +8,7 @@ from typing import Any
 from shardwise.interop.frameworks import recipes
 from shardwise.interop.frameworks.target import Reading
 from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.schedules import PLAIN, schedule_record
 from shardwise.spec.strategy import DEDUPLICATING
 
 _NAMES = ("pretrained_model_name_or_path", "config.pretrained_model_name_or_path", "config.name_or_path", "config")
@@ -118,14 +119,14 @@ def _read_pipeline(reading: Reading, fields: dict[str, Any], pp: int) -> None:
     model = recipes.model_of(reading, fields)
     if model is not None:
         fields["strategy.stage_layers"] = "balanced"
-    if schedules[word] == "interleaved":
+    if schedule_record(schedules[word]).chooses_chunks:
         chunks = 2
         if held is not None and model is not None:
             stages = -(-model.layers // held)
             chunks = -(-stages // pp) if rounds == "up" else stages // pp
         fields["strategy.interleave"] = chunks
         if chunks < 2:
-            fields.update({"strategy.schedule": "1f1b", "strategy.interleave": 1})
+            fields.update({"strategy.schedule": PLAIN, "strategy.interleave": 1})
 
 
 def _read_nodes(reading: Reading, fields: dict[str, Any]) -> None:
@@ -258,7 +259,7 @@ def _read_adapters(reading: Reading, fields: dict[str, Any]) -> None:
 
 AUTOMODEL = recipes.reader(
     "automodel", "NeMo Automodel", _interpret,
-    format=recipes.recipe_or_launch(r"automodel|\S*(recipes|examples)/\S*\.py"),
+    programs=("automodel", "nemo_automodel"),
     signature=("step_scheduler.local_batch_size", "step_scheduler.global_batch_size"),
     stacks=("pytorch", "pytorch-compiled"),
     learning=("optimizer.lr", "optimizer.weight_decay", "clip_grad_norm", "lr_scheduler", "step_scheduler.num_epochs"),

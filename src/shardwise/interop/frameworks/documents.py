@@ -18,7 +18,7 @@ from typing import Any
 from shardwise.interop.keys import unflatten
 from shardwise.interop.launches import environment_of
 from shardwise.interop.recognise import suffix_of
-from shardwise.interop.shell import Unset, commands_of, python_command
+from shardwise.interop.shell import Unset, python_command
 from shardwise.interop.shell_words import Malformed
 from shardwise.spec.errors import SpecError, nearest_name, shown
 from shardwise.spec.files import dump_yaml, parse_json, parse_toml, parse_yaml
@@ -245,48 +245,3 @@ def _render_command(settings: Settings, names: Names) -> str:
 
 
 COMMAND = Format((".args", ".sh", ".txt"), _parse_command, _render_command)
-
-
-# -- settings given to a program: key=value and --key value -------------------------------------------------
-
-
-def launched(text: str, what: str, program: str, file: str = "") -> Settings:
-    """What the last command that starts ``program``, a pattern of its name, is given, each value as YAML reads it.
-
-    A YAML file among its words is the setting ``file``. Raises SpecError where nothing starts it.
-    """
-    try:
-        commands, _ = commands_of(text, environment_of(text))
-        given = [words[at + 1 :] for words in commands for at, word in enumerate(words)
-                 if re.fullmatch(program, word)]  # fmt: skip
-    except Malformed as error:
-        raise SpecError(what, f"malformed command line: {error}", "close the quotes") from None
-    if not given:
-        raise SpecError(what, "nothing in this script starts it", "name the script or file that does")
-    settings: Settings = {}
-    flag = ""
-    for word in given[-1]:
-        key, equals, value = word.partition("=")
-        if re.match(r"--?[A-Za-z]", word):
-            flag = key.lstrip("-")
-            settings[flag] = _plain(word, value) if equals else True
-        elif equals and re.fullmatch(r"\+*[A-Za-z][\w.@/-]*", key):
-            settings[key.lstrip("+")] = _plain(word, value)
-        elif file and re.fullmatch(r"\S+\.ya?ml", word):
-            settings[file] = str(word)
-        elif flag:
-            held = settings[flag]
-            settings[flag] = (
-                _plain(word, word) if held is True else [*(held if isinstance(held, list) else [held]), word]
-            )
-    return settings
-
-
-def _plain(word: str, value: str) -> Any:
-    """A value as YAML reads it; what the outside decides stays so."""
-    if isinstance(word, Unset):
-        return Unset(value)
-    try:
-        return parse_yaml(value, "value")
-    except SpecError:
-        return value

@@ -324,7 +324,7 @@ def _read_adapters(reading: Reading, fields: dict[str, Any]) -> None:
 
 MAXTEXT = recipes.reader(
     "maxtext", "MaxText", _interpret,
-    format=recipes.recipe_or_launch(r"(?i)\S*maxtext\S*\.train(_compile)?|\S*maxtext/\S*train\w*\.py", "base_config"),
+    programs=("maxtext",), defaults_in=("base.yml",),
     signature=("per_device_batch_size", "ici_fsdp_parallelism", "base_emb_dim", "base_num_decoder_layers",
                "max_target_length", "base_config", "use_sft"),
     stacks=("maxtext",), carries_model=True, learning=("learning_rate", "adam_", "steps", "lr_schedule_type"),

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.interop.frameworks.deepspeed import DEEPSPEED
-from shardwise.interop.frameworks.documents import YAML, Format, Names, Settings, launched
+from shardwise.interop.frameworks.documents import YAML, Format, Names, Settings
 from shardwise.interop.frameworks.target import Reading, Target
 from shardwise.interop.frameworks.training_values import OPTIMIZATION, SCHEDULE, read_length
 from shardwise.interop.jobs import model_from
@@ -30,34 +30,10 @@ def _parse(text: str, what: str, names: Names) -> Settings:
 RECIPE: Format = replace(YAML, parse=_parse)
 
 
-def recipe_or_launch(program: str, file: str = "") -> Format:
-    """A YAML recipe, or a script that starts ``program`` (a pattern of its name) with settings; see `launched`."""
-
-    def parse(text: str, what: str, names: Names) -> Settings:
-        try:
-            return _parse(text, what, names)
-        except SpecError:
-            if not text.startswith("#!") and re.search(program, text) is None:
-                raise
-        return launched(text, what, program, file)
-
-    return replace(RECIPE, suffixes=(*RECIPE.suffixes, ".sh", ".txt"), parse=parse)
-
-
-def reader(
-    name: str,
-    title: str,
-    interpret: Callable[[Reading, Fields], None],
-    *,
-    signature: tuple[str, ...],
-    stacks: tuple[str, ...],
-    learning: tuple[str, ...] = (),
-    format: Format = RECIPE,
-    carries_model: bool = False,
-) -> Target:
+def reader(name: str, title: str, interpret: Callable[[Reading, Fields], None], **rest: Any) -> Target:
     """A framework whose files are read, not written, by code alone; keys that nobody knows are notes."""
-    return Target(name=name, title=title, format=format, signature=signature, options=(), interpret=interpret,
-                  stacks=stacks, unknown_keys="noted", carries_model=carries_model, learning=learning)  # fmt: skip
+    shape: dict[str, Any] = {"format": RECIPE, "options": (), "unknown_keys": "noted", **rest}
+    return Target(name=name, title=title, interpret=interpret, **shape)
 
 
 def note(reading: Reading, unpriced: Mapping[str, str]) -> None:

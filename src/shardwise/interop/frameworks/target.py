@@ -266,6 +266,8 @@ class Target:
     format: Format  # how its files are read and written
     signature: tuple[str, ...]  # settings that only its files have
     programs: tuple[str, ...] = field(default=(), kw_only=True)  # commands, or modules of Python, that start it
+    defaults_in: tuple[str, ...] = field(default=(), kw_only=True)
+    """Names of files of its own that hold its defaults: a script may name one, and say the rest by itself."""
     options: tuple[Option, ...]  # the table
     interpret: Callable[[Reading, dict[str, Any]], None]  # fields that depend on several settings
     compose: Callable[[Job], Settings] | None = None
