@@ -101,7 +101,8 @@ def test_what_a_table_describes_too_is_found_in_the_code() -> None:
     assert (qwen.heads, qwen.kv_heads, qwen.head_dim, qwen.activation) == (32, 4, 128, "swiglu")
     assert qwen.moe is not None and (qwen.moe.experts, qwen.moe.top_k, qwen.moe.ffn) == (128, 8, 768)
     gemma = fitted(counts_of("gemma3_text"))
-    assert gemma.ffn == 9216 and gemma.sliding_window == 4096 and gemma.mixers == {"window": 22, "full": 4}
+    assert gemma.ffn == 9216 and gemma.sliding_window == 4096
+    assert [count for _, count in gemma.layers_of_kinds] == [22, 4]
     latent = fitted(counts_of("deepseek_v3"))
     assert latent.mla is not None and latent.mla.kv_rank == 512
     assert latent.moe is not None and latent.moe_layers == 58 and latent.moe.shared_ffn == 2048

@@ -29,7 +29,7 @@ def test_the_shortest_pattern_of_layers_stands_for_them(layers: list[LayerRecord
 def test_a_pattern_begins_again() -> None:
     model = Model(**SHAPE, sliding_window=16, pattern=(replace(WINDOW, repeat=3), FULL))
     assert model.every_layer == 3 * (WINDOW, WINDOW, WINDOW, FULL)
-    assert model.mixers == {"window": 9, "full": 3}
+    assert [(kind.mixer, count) for kind, count in model.layers_of_kinds] == [("window", 9), ("full", 3)]
 
 
 @pytest.mark.parametrize("every", [1, 2, 5])

@@ -313,17 +313,13 @@ class Model(Spec):
         """How many layers of each kind there are, without those of prediction modules."""
         return tuple(zip(self.kinds, self.count_kinds(range(self.layers))))
 
+    def rotates(self, kind: LayerRecord) -> bool:
+        """Whether such a layer rotates queries and keys by their positions."""
+        return self.positions == "rope" and kind.rotary
+
     def experts_of(self, kind: LayerRecord) -> MixtureOfExperts | None:
         """What follows attention in such a layer, if that is a mixture."""
         return self.moe if kind.feed_forward == "mixture" else None
-
-    @cached_property
-    def mixers(self) -> dict[Mixer, int]:
-        """How many layers, without those of prediction modules, have each mixer."""
-        counts: dict[Mixer, int] = {}
-        for layer in self.every_layer[: self.layers]:
-            counts[layer.mixer] = counts.get(layer.mixer, 0) + 1
-        return counts
 
     def span_of(self, mixer: Mixer) -> int | None:
         """Keys that a query of such a layer attends to at most; None: all."""

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from cost.builders import GPT, LLAMA, job, preset
+from cost.builders import DENSE, GPT, LLAMA, job, preset
 from shardwise.cost.compute.flops import (
     CONVENTIONS,
     attended_tokens,
     attended_tokens_of_rank,
     flops_per_token,
+    flops_symbols,
     forward_flops,
     head_forward_flops,
     recomputed_flops_per_token,
@@ -99,13 +100,15 @@ def brute_force_keys(seq: int, window: int) -> float:
 def test_windowed_causal_attention_sees_the_keys_one_counts(seq: int, window: int) -> None:
     model = replace(preset("mistral-7b"), sliding_window=window)
     # The convention s/2 leaves out the half key of the diagonal.
-    assert attended_tokens(model, seq) == pytest.approx(brute_force_keys(seq, window), abs=0.5)
+    assert attended_tokens(model, seq, *model.kinds) == pytest.approx(brute_force_keys(seq, window), abs=0.5)
 
 
 def test_every_nth_layer_attends_to_everything() -> None:
     model = replace(LLAMA, sliding_window=16, sliding_window_every=4)
-    windowed, full = brute_force_keys(128, 16), 64
-    assert attended_tokens(model, 128) == pytest.approx((3 * windowed + full) / 4, abs=0.5)
+    assert [(kind.mixer, count) for kind, count in model.layers_of_kinds] == [("window", 6), ("full", 2)]
+    windowed, full = (attended_tokens(model, 128, kind) for kind in model.kinds)
+    assert windowed == pytest.approx(brute_force_keys(128, 16), abs=0.5) and full == 64
+    assert {name: value for name, _, value in flops_symbols(model, 128)}["K"] == (3 * windowed + full) / 4
 
 
 @pytest.mark.parametrize(("seq", "chunk"), [(1024, 256), (1000, 256), (128, 256)])
@@ -114,18 +117,18 @@ def test_queries_attend_to_the_keys_of_their_chunk(seq: int, chunk: int) -> None
     pattern = (LayerRecord(mixer="chunk", repeat=3), LayerRecord(rotary=False))
     model = replace(LLAMA, attention_chunk=chunk, pattern=pattern)
     own = sum(query % chunk + 1 for query in range(seq)) / seq
-    assert attended_tokens(model, seq) == pytest.approx((3 * own + seq / 2) / 4, abs=0.5)
+    assert [attended_tokens(model, seq, kind) for kind in model.kinds] == [pytest.approx(own, abs=0.5), seq / 2]
 
 
 @pytest.mark.parametrize("chunk", [64, 200, 512])
 def test_ranks_see_unequal_parts_of_chunks(chunk: int) -> None:
     model = replace(LLAMA, attention_chunk=chunk, pattern=(LayerRecord(mixer="chunk"),))
-    ranks = [attended_tokens_of_rank(model, 1024, 4, rank) for rank in range(4)]
-    assert sum(ranks) / 4 == pytest.approx(attended_tokens(model, 1024))
+    ranks = [attended_tokens_of_rank(model, 1024, *model.kinds, 4, rank) for rank in range(4)]
+    assert sum(ranks) / 4 == pytest.approx(attended_tokens(model, 1024, *model.kinds))
 
 
 def test_an_encoder_attends_to_the_whole_sequence() -> None:
-    assert attended_tokens(preset("bert-large"), 512) == 512
+    assert attended_tokens(preset("bert-large"), 512, DENSE) == 512
 
 
 def test_full_recompute_costs_four_thirds_of_the_layers() -> None:
@@ -182,7 +185,9 @@ def test_some_layers_recomputed() -> None:
 @pytest.mark.parametrize(("window", "every"), [(100, 1), (100, 3), (900, 1)])
 def test_ranks_see_unequal_parts_of_a_window(window: int, every: int) -> None:
     model = replace(LLAMA, sliding_window=window, sliding_window_every=every)
-    ranks = [attended_tokens_of_rank(model, 1024, 4, rank) for rank in range(4)]
-    assert sum(ranks) / 4 == pytest.approx(attended_tokens(model, 1024))
+    windowed, *others = model.kinds
+    ranks = [attended_tokens_of_rank(model, 1024, windowed, 4, rank) for rank in range(4)]
+    assert sum(ranks) / 4 == pytest.approx(attended_tokens(model, 1024, windowed))
     assert ranks == sorted(ranks) and ranks[0] < ranks[-1]
-    assert {attended_tokens_of_rank(LLAMA, 1024, 4, rank) for rank in range(4)} == {512}
+    for kind in others:
+        assert {attended_tokens_of_rank(model, 1024, kind, 4, rank) for rank in range(4)} == {512}

@@ -10,12 +10,13 @@ import pytest
 from cost.builders import MIXTURE
 from shardwise.api.given import arguments_of
 from shardwise.api.inputs import job_from
-from shardwise.cost.compute.flops import recomputed_flops_per_token
+from shardwise.cost.compute.flops import attended_tokens, recomputed_flops_per_token
 from shardwise.cost.compute.operators import OperatorRole, layer_operators
 from shardwise.cost.step.prediction import predict, stage_compute
 from shardwise.cost.step.stage_time import layer_shape, seconds_by_kind, stage_seconds, step_overhead
 from shardwise.layout.stages import rank_contents
 from shardwise.spec.job import Job
+from shardwise.spec.layers import LayerRecord
 from shardwise.spec.model import Model
 from shardwise.spec.presets import load
 from shardwise.spec.stack import Stack
@@ -168,3 +169,27 @@ def test_hooks_of_zero_3_set_the_pace_of_small_microbatches() -> None:
     assert seconds[3, 512] / seconds[3, 256] < 1.1
     assert seconds[3, 256] == pytest.approx(13.6e-3, rel=0.05)
     assert seconds[2, 256] < 0.6 * seconds[3, 256]
+
+
+def test_a_stage_takes_as_long_as_its_own_layers_attend() -> None:
+    """Every fourth of twelve layers attends to all keys: of four stages the first has none of them."""
+    model = replace(load("model", Model, "mistral-7b"), layers=12, sliding_window=1024, sliding_window_every=4)
+    case = job(model, seq=32768, pp=4)
+    contents = [rank_contents(case, rank) for rank in range(4)]
+    windowed, full = model.kinds
+    assert [dict(one.kinds)[full] for one in contents] == [0, 1, 1, 1]
+    first, *others = (stage_compute(case, held).attention_forward for held in contents)
+    few, many = (attended_tokens(model, 32768, kind) for kind in (windowed, full))
+    assert [seconds / first for seconds in others] == [pytest.approx((2 * few + many) / (3 * few))] * 3
+    predicted = [stage_seconds(case, held).attention.forward for held in contents]
+    assert predicted[1:] == [predicted[1]] * 3 and predicted[1] > 3 * predicted[0]
+
+
+def test_layers_without_rotary_positions_rotate_nothing() -> None:
+    pattern = (LayerRecord(repeat=3), LayerRecord(rotary=False))
+    case = job(replace(load("model", Model, "llama3.2-1b"), pattern=pattern))
+    rotated, bare = (layer_operators(case.model, layer_shape(case), kind) for kind in case.model.kinds)
+    assert [one.role for one in rotated if one not in bare and one.kind == "traffic"] == [
+        OperatorRole.ROTARY,
+        OperatorRole.STARTS,
+    ]

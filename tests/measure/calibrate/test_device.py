@@ -76,7 +76,7 @@ def _figures(device: Device) -> list[GpuFigure]:
     casts_apart = replace(device, efficiency=bare)
     found: list[GpuFigure] = [replace(one, seconds=slowed * _priced(one, casts_apart)) for one in products]
     for one in attentions:
-        operator = replace(_attention(one), windowed=float(one.window is not None), capped=one.softcap is not None)
+        operator = replace(_attention(one), windowed=one.window is not None, capped=one.softcap is not None)
         seconds = operator_seconds(operator, device, RECIPES["bf16"], default_stack())
         found.append(replace(one, seconds=slowed * (seconds.total if one.both else seconds.forward)))
     return [*found, CopyFigure(2**28, 2 * 2**28 / (0.87 * device.memory_bandwidth))]

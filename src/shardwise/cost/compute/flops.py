@@ -6,7 +6,7 @@ input gradient, one for the weight gradient (Kaplan et al. 2020, arXiv 2001.0836
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from shardwise.spec.fine_tuning import EVERYTHING, NOTHING, Tuning
@@ -32,42 +32,38 @@ class LayerFlops:
         return self.matrices + self.attention
 
 
-def attended_tokens(model: Model, seq: int, *, halve_causal: bool = True) -> float:
-    """Keys that a query attends to, mean over layers; ``halve_causal`` leaves out those that a causal mask hides."""
-    masked = model.causal and halve_causal
-    return _mean_over_layers(model, lambda mixer: _attended(mixer, model.span_of(mixer), seq, masked=masked))
+def attended_tokens(model: Model, seq: int, kind: LayerRecord, *, halve_causal: bool = True) -> float:
+    """Keys that a query of such a layer attends to, mean over a sequence.
+
+    ``halve_causal`` leaves out those that a causal mask hides.
+    """
+    return _attended(kind.mixer, model.span_of(kind.mixer), seq, masked=model.causal and halve_causal)
 
 
-def attended_tokens_of_rank(model: Model, seq: int, ranks: int, rank: int) -> float:
+def attended_tokens_of_rank(model: Model, seq: int, kind: LayerRecord, ranks: int, rank: int) -> float:
     """`attended_tokens` of a context rank whose tokens are split in zig-zag: chunks r and 2·cp−1−r of 2·cp.
 
     Plain causal attention costs the same on all ranks. Windows and chunks do not: their first queries see less.
     """
-    if ranks == 1 or not model.causal or all(_sees_all(model.span_of(mixer), seq) for mixer in model.mixers):
-        return attended_tokens(model, seq)
-    half = seq / (2 * ranks)
+    if ranks == 1 or not model.causal or not sees_part(model, seq, kind):
+        return attended_tokens(model, seq, kind)
+    half, span = seq / (2 * ranks), model.span_of(kind.mixer) or seq
     starts = (rank * half, seq - (rank + 1) * half)
-
-    def attended(mixer: Mixer) -> float:
-        before = [_seen_before(mixer, model.span_of(mixer) or seq, place) for start in starts
-                  for place in (start, start + half)]  # fmt: skip
-        return (before[1] - before[0] + before[3] - before[2]) / (2 * half)
-
-    return _mean_over_layers(model, attended)
+    before = [_seen_before(kind.mixer, span, place) for start in starts for place in (start, start + half)]
+    return (before[1] - before[0] + before[3] - before[2]) / (2 * half)
 
 
-def attended_share(model: Model, seq: int) -> float:
-    """Share of the FLOPs of causal attention that is in layers whose queries attend to a part of the keys only."""
-    if all(_sees_all(model.span_of(mixer), seq) for mixer in model.mixers):
-        return 0.0
-    full = model.mixers.get("full", 0) * _attended("full", None, seq, masked=model.causal)
-    return 1 - full / model.layers / attended_tokens(model, seq)
+def _mean_attended(model: Model, seq: int, *, halve_causal: bool) -> float:
+    """`attended_tokens` of the mean layer."""
+    if len(model.kinds) == 1:
+        return attended_tokens(model, seq, *model.kinds, halve_causal=halve_causal)
+    seen = (count * attended_tokens(model, seq, kind, halve_causal=halve_causal) for kind, count in _all_layers(model))
+    return sum(seen) / len(model.every_layer)
 
 
-def _mean_over_layers(model: Model, attended: Callable[[Mixer], float]) -> float:
-    if len(model.mixers) == 1:
-        return attended(*model.mixers)
-    return sum(count * attended(mixer) for mixer, count in model.mixers.items()) / model.layers
+def sees_part(model: Model, seq: int, kind: LayerRecord) -> bool:
+    """Whether a query of such a layer attends to a part of the keys only, beside what a causal mask hides."""
+    return not _sees_all(model.span_of(kind.mixer), seq)
 
 
 def _sees_all(span: int | None, seq: int) -> bool:
@@ -107,7 +103,7 @@ def layer_forward_flops(model: Model, seq: int, kind: LayerRecord, *, halve_caus
         matrices += _matmul_flops(model.mlp_matrices(model.ffn))
     if model.counted:
         matrices += model.counted.layer_flops
-    attended = attended_tokens(model, seq, halve_causal=halve_causal)
+    attended = attended_tokens(model, seq, kind, halve_causal=halve_causal)
     # Scores: 2·d_qk per key and head; weighted values: 2·d_v per key and head.
     attention = 2 * model.heads * (model.query_key_dim + model.value_dim) * attended
     return LayerFlops(matrices, attention)
@@ -171,7 +167,7 @@ def flops_symbols(model: Model, seq: int) -> tuple[tuple[str, str, float], ...]:
     """What the conventions' formulas stand on: symbol, meaning, value."""
     layers = model.layers + model.mtp_layers
     per_key = 2 * layers * model.heads * (model.query_key_dim + model.value_dim)
-    seen, all_keys = (attended_tokens(model, seq, halve_causal=halved) for halved in (True, False))
+    seen, all_keys = (_mean_attended(model, seq, halve_causal=halved) for halved in (True, False))
     return (
         ("W", "weights of the matmuls that a token passes through", (forward_flops(model, seq) - per_key * seen) / 2),
         ("N", "parameters that a token passes through", active_parameter_count(model)),

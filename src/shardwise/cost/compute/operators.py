@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any, Literal
 
 from shardwise.collectives.arrays import maximum, minimum
-from shardwise.cost.compute.flops import attended_share, attended_tokens_of_rank
+from shardwise.cost.compute.flops import attended_tokens_of_rank, sees_part
 from shardwise.layout.pieces import loss_in_one_piece, loss_tokens_at_once
 from shardwise.layout.stages import RankContents, layers_of_kind
 from shardwise.spec.fine_tuning import EVERYTHING, Adapters, Part, Tuning
@@ -78,7 +78,7 @@ class Operator:
     inner: float = 0.0
     heads: float = 0.0
     attended: float = 1.0  # share of the keys that mask and window leave visible to a query
-    windowed: float = 0.0  # share of its FLOPs in layers with a sliding window or chunks
+    windowed: bool = False  # queries attend to a sliding window or a chunk
     capped: bool = False  # scores are capped: c·tanh(x/c)
     dropped: bool = False  # a share of the weights, by dropout
     forward_bytes: float = 0.0
@@ -107,11 +107,11 @@ def layer_operators(
 ) -> tuple[Operator, ...]:
     """Every operator of one layer, the mean of all of its kind."""
     last, experts = ends_with_product(model, kind), model.experts_of(kind)
+    attention = (*_projections(model, shape), _attention(model, shape, kind), *_elementwise(model, shape, kind))
     mlp = _experts(model, shape, experts, last) if experts else _mlp(model, shape, model.ffn, last)
-    starts = Operator(
-        OperatorRole.STARTS, "traffic", kernels=0, expert=experts is not None, rotary=model.positions == "rope"
-    )
-    operators = (*_projections(model, shape), _attention(model, shape), *_elementwise(model, shape), *mlp, starts)
+    rotary, expert = model.rotates(kind), experts is not None
+    starts = Operator(OperatorRole.STARTS, "traffic", kernels=0, expert=expert, rotary=rotary)
+    operators = (*attention, *mlp, starts)
     if model.counted and (columns := model.counted.layer_flops / (2 * model.hidden * shape.tp)):
         operators += (Operator(OperatorRole.MLP, "product", shape.tokens, columns, model.hidden, split="column"),)
     return operators if tuning.everything else tuple(tuned_operators(operators, model, shape, kind, tuning))
@@ -283,18 +283,18 @@ def _projections(model: Model, shape: LayerShape) -> list[Operator]:
     return [*first, _product(output, shape.tokens, shape.tp, alternate=1.0)]
 
 
-def _attention(model: Model, shape: LayerShape) -> Operator:
+def _attention(model: Model, shape: LayerShape, kind: LayerRecord) -> Operator:
     """Scores and weighted values of this device's heads; ``columns`` are keys, ``inner`` the head's features."""
     heads = model.heads / shape.tp
     features = (model.query_key_dim + model.value_dim) * heads
-    attended = attended_tokens_of_rank(model, shape.seq, shape.zigzag_ranks, shape.context_rank) / shape.seq
+    attended = attended_tokens_of_rank(model, shape.seq, kind, shape.zigzag_ranks, shape.context_rank) / shape.seq
     attended *= shape.attended_share
     return Operator(OperatorRole.ATTENTION, "attention", shape.tokens, shape.seq, features, heads, attended,
-                    windowed=attended_share(model, shape.seq), capped=model.numerics.attention_softcap is not None,
+                    windowed=sees_part(model, shape.seq, kind), capped=model.numerics.attention_softcap is not None,
                     dropped=shape.dropout, recomputed_by="attention")  # fmt: skip
 
 
-def _elementwise(model: Model, shape: LayerShape) -> list[Operator]:
+def _elementwise(model: Model, shape: LayerShape, kind: LayerRecord) -> list[Operator]:
     """Norms, residuals and rotary embedding, in 16 bit.
 
     Two norms and two residual additions read and write 10 tensors of h per token forward and 12 backward. PyTorch's own
@@ -308,7 +308,7 @@ def _elementwise(model: Model, shape: LayerShape) -> list[Operator]:
     if model.qk_norm:  # reads one tensor and writes one; backward it also reads the gradient
         operators.append(Operator(OperatorRole.HEAD_NORMS, "traffic", forward_bytes=moved, backward_bytes=1.5 * moved,
                                   kernels=0))  # fmt: skip
-    if model.positions == "rope":
+    if model.rotates(kind):
         operators.append(Operator(OperatorRole.ROTARY, "traffic", forward_bytes=moved, backward_bytes=moved,
                                   eager_forward=24 / 68, kernels=2))  # fmt: skip
     return operators

@@ -219,7 +219,7 @@ def _own_attention(operator: Operator, device: Device) -> float:
     efficiency, own = device.efficiency, device.efficiency.own
     windowed = efficiency.older_attention if own is None else own.windowed_attention
     capped = FLEX_ATTENTION * efficiency.older_attention if own is None else own.capped_attention
-    return capped if operator.capped else 1 / (1 - operator.windowed + operator.windowed / windowed)
+    return capped if operator.capped else windowed if operator.windowed else 1.0
 
 
 def _attention_flops(operator: Operator, whole: float, score_flops: float, rolloff: float) -> float:

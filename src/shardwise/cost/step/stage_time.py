@@ -134,7 +134,7 @@ _HOST = Operator(OperatorRole.STARTS, "traffic", kernels=0)
 
 def _host_seconds(job: Job, of_layers: Mapping[str, float], kind: LayerRecord) -> float:
     return by_layer(
-        of_layers, mode_of(job.running_stack), rotary=job.model.positions == "rope", moe=kind.feed_forward == "mixture"
+        of_layers, mode_of(job.running_stack), rotary=job.model.rotates(kind), moe=kind.feed_forward == "mixture"
     )
 
 

@@ -246,8 +246,8 @@ class PartBook:
         whole = self._whole(base)
         exchanged = method == "ulysses"  # up-projections of latent attention are not run again then
         # Context ranks see unequal parts of windows and chunks, and equal parts of everything else.
-        windowed = base.cp if method and not exchanged and set(self.job.model.mixers) != {"full"} else 1
-        timed = (*common, exchanged, windowed, base.ep)
+        cut = method and not exchanged and any(kind.mixer != "full" for kind in self.job.model.kinds)
+        timed = (*common, exchanged, base.cp if cut else 1, base.ep)
         seconds = self._piece("seconds", timed, lambda: self._figures(jobs, SAVED, probed_seconds))
         held = (*common, base.cp, base.ep, method, whole)
         saved = self._piece("saved", held, lambda: self._figures(jobs, 4, probed_bytes))
