@@ -72,8 +72,17 @@ AUTOMODEL: dict[str, Any] = {
     "distributed": {"strategy": "fsdp2", "tp_size": 1, "cp_size": 1, "activation_checkpointing": True},
     "optimizer": {"_target_": "torch.optim.Adam", "lr": 1e-5, "betas": [0.9, 0.95]},
 }  # fmt: skip
+VERL: dict[str, Any] = {
+    "data": {"train_batch_size": 1024, "max_prompt_length": 512, "max_response_length": 1536},
+    "actor_rollout_ref": {
+        "model": {"path": "llama3-8b", "enable_gradient_checkpointing": True},
+        "actor": {"ppo_mini_batch_size": 256, "ppo_micro_batch_size_per_gpu": 8, "optim": {"lr": 1e-6}},
+        "rollout": {"n": 4, "tensor_model_parallel_size": 2},
+    },
+    "algorithm": {"adv_estimator": "grpo"}, "trainer": {"nnodes": 1, "n_gpus_per_node": 8},
+}  # fmt: skip
 RECIPES = {"axolotl": AXOLOTL, "llamafactory": FACTORY, "torchtune": TUNE, "litgpt": LIT, "trl": TRL,
-           "gpt-neox": NEOX, "maxtext": MAXTEXT, "automodel": AUTOMODEL}  # fmt: skip
+           "gpt-neox": NEOX, "maxtext": MAXTEXT, "automodel": AUTOMODEL, "verl": VERL}  # fmt: skip
 
 
 def changed(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -271,6 +280,18 @@ CHANGES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("gpt-neox", {"hidden_dropout": 0.1}, {"training.dropout": True}),
     ("gpt-neox", {"num_kv_heads": 8}, {"model.kv_heads": 8}),
     ("gpt-neox", {"fp16": None, "precision": "bfloat16"}, {"training.precision": "bf16"}),
+    ("verl", {}, {"training.seq": 2048, "training.global_batch": 1024, "strategy.microbatch": 8, "strategy.zero": 3,
+                  "strategy.recompute": "full", "stack.loss": "fused"}),
+    ("verl", {"actor_rollout_ref.actor.use_dynamic_bsz": True}, {"strategy.microbatch": 8}),
+    ("verl", {"actor_rollout_ref.actor.ulysses_sequence_parallel_size": 2},
+     {"strategy.cp": 2, "strategy.context_method": "ulysses"}),
+    ("verl", {"actor_rollout_ref.actor.fsdp_config.param_offload": True}, {"strategy.offload.any": False}),
+    ("verl", {"actor_rollout_ref.actor.fsdp_config.offload_policy": True}, {"strategy.offload.weights": 1.0}),
+    ("verl", {"actor_rollout_ref.actor.megatron.tensor_model_parallel_size": 4},
+     {"strategy.tp": 4, "strategy.zero": 1, "stack.base": "megatron-core", "strategy.recompute": "none"}),
+    ("verl", {"actor_rollout_ref.model.lora_rank": 32}, {"training.adapters.targets": ("all-linear",)}),
+    ("verl", {"actor_rollout_ref": None, "model": {"partial_pretrain": "llama3-8b"}, "data": {"max_length": 4096}},
+     {"training.seq": 4096, "training.global_batch": 256, "strategy.microbatch": 4}),
     ("automodel", {}, {"training.optimizer": "adamw-bf16-moments", "strategy.zero": 3, "strategy.accumulate": "local",
                        "strategy.recompute": "full", "training.task": "sft", "stack.adamw": "foreach unsharded"}),
     ("automodel", {"peft": {"dim": 16, "target_modules": "*_proj"}},
@@ -334,6 +355,14 @@ BESIDE: dict[str, tuple[dict[str, Any], ...]] = {
     "axolotl": ({}, {"attn_implementation": "eager", "lora_target_linear": None}),
     "llamafactory": ({},), "torchtune": ({},), "litgpt": ({},),
     "trl": ({},), "gpt-neox": ({}, {"fp16": None, "precision": "bfloat16"}),
+    "verl": ({}, {"actor_rollout_ref.actor.strategy": "megatron"}, {"actor_rollout_ref.model.lora_rank": 4},
+             {"actor_rollout_ref": None, "model": {"path": "llama3-8b"}, "engine.strategy": "fsdp2"},
+             {"actor_rollout_ref": None, "model": {"path": "llama3-8b"}, "engine.strategy": "megatron"},
+             {"actor_rollout_ref": None, "model": {"path": "llama3-8b", "lora_rank": 4}, "data.use_dynamic_bsz": True},
+             {"actor_rollout_ref": None, "model": {"partial_pretrain": "llama3-8b"}},
+             {"actor_rollout_ref.actor.strategy": "megatron",
+              "actor_rollout_ref.actor.megatron": {"pipeline_model_parallel_size": 2,
+                                                   "expert_model_parallel_size": 2}}),
     "automodel": ({}, {"distributed.pp_size": 2}, {"peft": {"dim": 8}}, {"packed_sequence": None, "dataset": {"a": 1}},
                   {"fp8": {"enabled": True}, "distributed.activation_checkpointing": None,
                    "model.torch_dtype": None, "optimizer.master_weights": True}),
@@ -413,6 +442,14 @@ def test_a_value_that_cannot_be_honoured_is_one_line(name: str, changes: dict[st
 
 
 LAUNCHES = {
+    "verl": """set -x
+length=1536
+python3 -m verl.trainer.main_ppo --config-name='ppo_trainer.yaml' algorithm.adv_estimator=grpo \\
+    data.train_batch_size=1024 data.max_prompt_length=512 data.max_response_length=$((length)) \\
+    +actor_rollout_ref.model.path=llama3-8b actor_rollout_ref.model.enable_gradient_checkpointing=True \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8 \\
+    actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.rollout.n=4 trainer.nnodes=1 trainer.n_gpus_per_node=8 $@
+""",
     "maxtext": """#!/bin/bash
 EXECUTABLE=train
 python3 -m maxtext.trainers.pre_train.$EXECUTABLE "${CONFIGS:-$PWD/configs}"/base.yml model_name=llama3-8b\\

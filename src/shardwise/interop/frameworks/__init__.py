@@ -28,6 +28,7 @@ from shardwise.interop.frameworks.target import Target
 from shardwise.interop.frameworks.torchtitan import TORCHTITAN
 from shardwise.interop.frameworks.torchtune import TORCHTUNE
 from shardwise.interop.frameworks.trl import TRL
+from shardwise.interop.frameworks.verl import VERL
 from shardwise.interop.launches import ScriptLaunch, launch_of
 from shardwise.interop.recognise import own_kind, suffix_of
 from shardwise.spec import files, presets
@@ -46,7 +47,7 @@ TARGETS: dict[str, Target] = {
     framework.name: framework for framework in (DEEPSPEED, MEGATRON, TORCHTITAN, ACCELERATE, NANOTRON, COLOSSALAI)
 }
 # Those whose configurations are read, which are not all written.
-_RECIPES = (AXOLOTL, LLAMAFACTORY, TORCHTUNE, LITGPT, GPT_NEOX, MAXTEXT, AUTOMODEL, TRL)
+_RECIPES = (AXOLOTL, LLAMAFACTORY, TORCHTUNE, LITGPT, GPT_NEOX, MAXTEXT, AUTOMODEL, VERL, TRL)
 READERS: dict[str, Target] = {**TARGETS, **{framework.name: framework for framework in _RECIPES}}
 
 
@@ -151,8 +152,9 @@ _FOLDERS_ABOVE = 4  # paths are often from the root of a repository, and files i
 def _text_beside(folder: Path, name: str) -> str | None:
     """The text of a file that another in ``folder`` names: from there, or from a folder above; or beside it."""
     places = [folder / name, *(above / name for above in list(folder.absolute().parents)[:_FOLDERS_ABOVE])]
+    inside = folder / Path(*Path(name).parts[-2:])
     try:
-        path = next((path for path in (*places, folder / Path(name).name) if path.is_file()), None)
+        path = next((path for path in (*places, folder / Path(name).name, inside) if path.is_file()), None)
     except (OSError, ValueError):  # not the name of a file
         return None
     return None if path is None else read_text(path)

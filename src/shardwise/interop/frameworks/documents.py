@@ -160,6 +160,9 @@ def _render_toml(settings: Settings, names: Names) -> str:
 def with_settings(text: str, name: str, settings: Settings) -> str:
     """A configuration with other settings over its own, by dotted path, as JSON, which its parser reads as well."""
     suffix = suffix_of(text, name)
+    # Hydra's choice of a group (`engine=fsdp`) stands beside settings in it.
+    settings = {path: value for path, value in settings.items()
+                if not any(other.startswith(f"{path}.") for other in settings)}  # fmt: skip
     if suffix == ".json":
         tree = parse_json(without_comments(text), name)
     else:

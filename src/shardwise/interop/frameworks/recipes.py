@@ -16,6 +16,7 @@ from shardwise.interop.frameworks.target import Reading, Target
 from shardwise.interop.frameworks.training_values import OPTIMIZATION, SCHEDULE, read_length
 from shardwise.interop.jobs import model_from
 from shardwise.spec.errors import SpecError, shown
+from shardwise.spec.files import parse_yaml
 from shardwise.spec.fine_tuning import TARGETS, Part
 from shardwise.spec.model import Model
 
@@ -28,6 +29,24 @@ def _parse(text: str, what: str, names: Names) -> Settings:
 
 
 RECIPE: Format = replace(YAML, parse=_parse)
+_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,\s*([^{}]*))?\}")
+
+
+def interpolated(settings: Settings) -> Settings:
+    """Settings with what OmegaConf's ``${a.b}`` and ``${oc.select:a.b,usual}`` stand for; others are unset."""
+
+    def value_of(value: Any, hops: int = 0) -> Any:
+        found = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+        if found is None:
+            return None if isinstance(value, str) and value.startswith("${") else value
+        other = value_of(settings.get(found[1]), hops + 1) if hops < _MOST_HOPS else None
+        return other if other is not None or found[2] is None else parse_yaml(found[2])
+
+    known = {key: value_of(value) for key, value in settings.items()}
+    return {key: value for key, value in known.items() if value is not None}
+
+
+_MOST_HOPS = 8
 
 
 def reader(name: str, title: str, interpret: Callable[[Reading, Fields], None], **rest: Any) -> Target:
