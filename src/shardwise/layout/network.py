@@ -162,6 +162,11 @@ def _shape(level: NetworkLevel) -> Shape:
 
 
 @functools.lru_cache(maxsize=4096)
+def _placed(cluster: Cluster, run: RankRun) -> Topology:
+    return place(network(cluster), run.stride, run.degree)
+
+
+@functools.lru_cache(maxsize=4096)
 def spanned(
     cluster: Cluster, runs: tuple[RankRun, ...], field: str, neighbours: Neighbours = "ring"
 ) -> Topology | None:
@@ -171,7 +176,7 @@ def spanned(
     slowest link between two of them is the pace of all.
     """
     try:
-        parts = [place(network(cluster), run.stride, run.degree) for run in runs]
+        parts = [_placed(cluster, run) for run in runs]
     except SpecError as error:
         raise SpecError(field, error.problem, error.remedy) from None
     levels = [level for part in parts for level in part.levels]

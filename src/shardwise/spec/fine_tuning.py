@@ -192,7 +192,7 @@ class Tuning:
 
     def meant(self, layers: Iterable[int]) -> tuple[int, ...]:
         """Those of some layers that shares are of."""
-        return tuple(layer for layer in layers if self.of_layers is None or layer in self.of_layers)
+        return tuple(layers if self.of_layers is None else (layer for layer in layers if layer in self.of_layers))
 
     @property
     def everything(self) -> bool:
@@ -205,17 +205,17 @@ class Tuning:
 
     def trained_share(self, part: Part, layers: Iterable[int]) -> float:
         """The share of some layers whose ``part`` is trained."""
+        if self.everything:
+            return 1.0
         layers = self.meant(layers)
-        if self.everything or not layers:
-            return 1.0 * self.everything
-        return sum(self.trains(part, layer) for layer in layers) / len(layers)
+        return sum(self.trains(part, layer) for layer in layers) / max(1, len(layers))
 
     def adapted_share(self, layers: Iterable[int]) -> float:
         """The share of some layers that have adapters."""
-        layers = self.meant(layers)
-        if self.adapters is None or not layers:
+        if self.adapters is None:
             return 0.0
-        return sum(map(self.adapters.adapts_layer, layers)) / len(layers)
+        layers = self.meant(layers)
+        return sum(map(self.adapters.adapts_layer, layers)) / max(1, len(layers))
 
     def trains_in(self, layer: int) -> bool:
         """Whether anything in a layer is trained."""

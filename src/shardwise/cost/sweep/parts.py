@@ -216,10 +216,10 @@ class PartBook:
         """Communication of such a rank after the last microbatch, without data parallelism and tied embeddings."""
         base, places = group.base, group.places
         ends = (contents.kinds, contents.has_embedding)
-        jobs = probes(self.job, base, LayerChoice(sequence_parallel, "ring", 1))
 
         def price() -> float:
-            return sum(traffic.seconds for traffic in replicated_gradient_traffic(jobs("none"), contents))
+            job = probes(self.job, base, LayerChoice(sequence_parallel, "ring", 1))("none")
+            return sum(traffic.seconds for traffic in replicated_gradient_traffic(job, contents))
 
         return self._piece("unsplit", (base.tp, sequence_parallel, ends, places["tp"]), price)
 

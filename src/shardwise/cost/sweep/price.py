@@ -140,7 +140,7 @@ class TablePricer:
 
     def _priced(self, blocks: list[list[TableBlock]], wanted: Wanted | None) -> Iterator[TablePiece]:
         """The classes of columns of several groups, each given as one block for every class."""
-        rows = _BatchRows([of_group[0].rows for of_group in blocks])
+        rows = _BatchRows([of_group[0] for of_group in blocks])
         for of_class in zip(*blocks):
             yield from _Batch(self, list(of_class), rows).pieces(wanted)
 
@@ -148,9 +148,11 @@ class TablePricer:
 class _BatchRows:
     """The rows of several groups, one after the other."""
 
-    def __init__(self, tables: list[RowTable]) -> None:
+    def __init__(self, blocks: list[TableBlock]) -> None:
         import numpy as np
 
+        self.contents = _stacked_contents([block.group.ranks for block in blocks])
+        tables = [block.rows for block in blocks]
         lengths = [len(table) for table in tables]
         self.block_of_row = np.repeat(np.arange(len(tables)), lengths)
         self.row_numbers = np.concatenate([np.arange(length) for length in lengths])
@@ -172,7 +174,7 @@ class _Batch:
         self.job, self.blocks, self.links = pricer.job, blocks, pricer.parts.links
         self.base = blocks[0].group.base
         self.sharding = stacked([block.columns.sharding for block in blocks])
-        self.contents = _stacked_contents([block.group.ranks for block in blocks])
+        self.contents = rows.contents
         end_seconds = optimizer_seconds(self.job, self.contents, self.sharding) + self._tied_seconds(pricer.parts)
         # part × line × kind × column × block
         tickets = np.stack([block.columns.tickets for block in blocks], axis=-1)

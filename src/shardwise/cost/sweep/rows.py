@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -136,7 +136,7 @@ def _combined(records: Sequence[Record], join: Callable[[list[Any]], Any]) -> Re
     first: Any = records[0]
     if isinstance(first, tuple):
         return tuple(_combined(items, join) for items in zip(*records))  # type: ignore[return-value]
-    if isinstance(first, Mapping):
+    if isinstance(first, dict):
         return {key: _combined([record[key] for record in records], join) for key in first}  # type: ignore[index, return-value]
     if is_dataclass(first):
         return replace(first, **_combined([vars(record) for record in records], join))  # type: ignore[type-var, return-value]
@@ -366,13 +366,11 @@ class _RowBuilder:
         """Kind × layer × 1 or schedule × 1; there is no loss on ranks without a head."""
         import numpy as np
 
+        keys = [(tuple(kind for kind, _ in rank.held), bool(rank.has_head)) for rank in self.group.ranks]
         held: Array = np.array(
             [
-                [
-                    parts.transient_bytes(moment, tuple(kind for kind, _ in contents.held), bool(contents.has_head))
-                    for parts in self._of_kind(self.parts, kind)
-                ]
-                for kind, contents in enumerate(self.group.ranks)
+                [parts.transient_bytes(moment, *key) for parts in self._of_kind(self.parts, kind)]
+                for kind, key in enumerate(keys)
             ]
         )
         if moment == "loss":

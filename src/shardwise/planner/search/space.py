@@ -290,8 +290,9 @@ class Space:
 
     def _placed(self, **degrees: Any) -> Iterator[Strategy]:
         """A strategy for every rank order of these degrees that places some group differently on the network."""
-        seen = []
-        for order in self._orders(**degrees):
+        seen: list[list[Topology | None]] = []
+        orders = self._orders(**degrees)
+        for order in orders:
             base = self._plain.unchecked(order=order, **degrees)
             try:
                 networks = self._networks(base)
@@ -299,7 +300,8 @@ class Space:
                 continue  # the experts' groups cut across the other dimensions
             if _straddle(networks) != self.straddling:
                 continue
-            networks += self._shard_networks(base)
+            if len(orders) > 1:
+                networks += self._shard_networks(base)
             if networks not in seen:
                 seen.append(networks)
                 yield base
