@@ -329,7 +329,8 @@ class Absent(NamedTuple):
     @property
     def total(self) -> Any:
         """The part of ``not_yet`` that is not gradients belongs to the recomputed layer."""
-        return self.left_over + self.reduced + self.not_yet
+        before = self.left_over + self.reduced
+        return before + self.not_yet if some(before) else self.not_yet
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,44 @@ class _BatchRows:
         self.rows = concatenated(tables)
         # Whether the memory of some kind of rank peaks before a backward pass has made its gradients.
         self.alone = self.rows.passes.alone.any(axis=0)
+        self._known_halves: dict[tuple[int, int], list[tuple[Array, list[RowsAtMoment]]]] = {}
+
+    def halves(self, part: slice) -> list[tuple[Array, list[RowsAtMoment]]]:
+        """`_halves` of a part, made once for all classes of columns."""
+        key = (part.start, part.stop)
+        if key not in self._known_halves:
+            self._known_halves[key] = self._halves(part)
+        return self._known_halves[key]
+
+    def _halves(self, part: slice) -> list[tuple[Array, list[RowsAtMoment]]]:
+        """Some rows, apart from those with a kind of rank whose memory peaks before its gradients are complete.
+
+        These take three times the arithmetic; where nearly all do, none is kept apart.
+        """
+        import numpy as np
+
+        alone = self.alone[part]
+        others = np.flatnonzero(~alone)
+        if len(others) < len(alone) / 4:
+            return [(np.arange(len(alone)), self._at_moments(part))]
+        halves = [half for half in (others, np.flatnonzero(alone)) if len(half)]
+        return [(half, self._at_moments(part.start + half)) for half in halves]
+
+    def _at_moments(self, rows: slice | Array) -> list[RowsAtMoment]:
+        """Some rows at every moment, of the kinds of rank that have it."""
+        import numpy as np
+
+        has_head: Any = self.contents.has_head
+        lengths = np.bincount(self.block_of_row[rows], minlength=has_head.shape[-1])
+        with_head = has_head.any(axis=(1, 2)).nonzero()[0].tolist()
+        here = changed(self.rows.passes, lambda values: beside_columns(values, rows))
+        in_layers = RowsAtMoment("layer", here, slice(None), lengths)
+        if not with_head:
+            return [in_layers]
+        kinds: Any = with_head
+        if len(with_head) == 1:
+            kinds = slice(with_head[0], with_head[0] + 1)  # a view, not a copy
+        return [RowsAtMoment("loss", changed(here, lambda values: values[kinds]), kinds, lengths), in_layers]
 
 
 class _Batch:
@@ -195,7 +233,7 @@ class _Batch:
             for (_, number), links in zip(self.present, self.on_links)
         ]
         self.rows, self.block_of_row, self.row_numbers = rows.rows, rows.block_of_row, rows.row_numbers
-        self.block_of_timed, self.alone = rows.block_of_timed, rows.alone
+        self.block_of_timed, self.of_rows = rows.block_of_timed, rows
 
     @cached_property
     def offloads(self) -> list[Offloaded]:
@@ -223,7 +261,7 @@ class _Batch:
         kinds, columns = len(self.blocks[0].group.ranks), len(self.of_column)
         height = max(1, CELLS_AT_ONCE // (kinds * columns))
         for start in range(0, len(self.block_of_row), height):
-            yield from self._pieces_of(slice(start, start + height), wanted)
+            yield from self._pieces_of(slice(start, min(start + height, len(self.block_of_row))), wanted)
 
     def _pieces_of(self, part: slice, wanted: Wanted | None) -> Iterator[TablePiece]:
         """The strategies of some rows, one piece for every way to offload."""
@@ -233,26 +271,12 @@ class _Batch:
         fast = None if wanted is None else self._fast(part, wanted)
         if fast is not None and not fast.any():
             return
-        halves = self._halves(part)
+        halves = self.of_rows.halves(part)
         for offloaded in self.offloads:
             memory, host = self._memory(offloaded, halves)
             if wanted is not None and fast is not None and not (fast & wanted.fits(memory, host)).any():
                 continue
             yield TablePiece(self, offloaded, part.start, block, numbers, pipeline, memory, host, sequences)
-
-    def _halves(self, part: slice) -> list[tuple[Array, list[RowsAtMoment]]]:
-        """Some rows, apart from those with a kind of rank whose memory peaks before its gradients are complete.
-
-        These take three times the arithmetic; where nearly all do, none is kept apart.
-        """
-        import numpy as np
-
-        alone = self.alone[part]
-        others = np.flatnonzero(~alone)
-        if len(others) < len(alone) / 4:
-            return [(np.arange(len(alone)), self._at_moments(part))]
-        halves = [half for half in (others, np.flatnonzero(alone)) if len(half)]
-        return [(half, self._at_moments(part.start + half)) for half in halves]
 
     def _memory(self, offloaded: Offloaded, halves: list[tuple[Array, list[RowsAtMoment]]]) -> tuple[Array, Any]:
         """On the fullest device and on its host: column × row."""
@@ -276,22 +300,6 @@ class _Batch:
             alone = pipeline[rows] + _Timing(self, part.start + rows).seconds()
             fast[:, rows] = wanted.is_fast(alone / sequences[rows])
         return fast
-
-    def _at_moments(self, rows: slice | Array) -> list[RowsAtMoment]:
-        """Some rows at every moment, of the kinds of rank that have it."""
-        import numpy as np
-
-        has_head: Any = self.contents.has_head
-        lengths = np.bincount(self.block_of_row[rows], minlength=len(self.blocks))
-        with_head = has_head.any(axis=(1, 2)).nonzero()[0].tolist()
-        here = changed(self.rows.passes, lambda values: beside_columns(values, rows))
-        in_layers = RowsAtMoment("layer", here, slice(None), lengths)
-        if not with_head:
-            return [in_layers]
-        kinds: Any = with_head
-        if len(with_head) == 1:
-            kinds = slice(with_head[0], with_head[0] + 1)  # a view, not a copy
-        return [RowsAtMoment("loss", changed(here, lambda values: values[kinds]), kinds, lengths), in_layers]
 
     def sums_more_often(self, offloaded: Sharding) -> bool:
         """Whether gradients that leave the device are summed in more microbatches than those that stay."""

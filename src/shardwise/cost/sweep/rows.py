@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardwise.cost.compute.operators import (
@@ -143,13 +144,24 @@ def _combined(records: Sequence[Record], join: Callable[[list[Any]], Any]) -> Re
     return join(list(records))  # type: ignore[no-any-return]
 
 
-def _flat(values: Any, valid: Array, *kinds: int) -> Array:
-    """The values of all ``valid`` rows, by kind of rank if there are any."""
-    import numpy as np
+@dataclass(frozen=True)
+class _Valid:
+    """The rows of a table whose batch divides, by layer, schedule and recompute choice."""
 
-    whole: Array = np.empty((*kinds, *valid.shape), values.dtype)
-    whole[...] = values  # twice as fast as `broadcast_to`
-    return whole.reshape(*kinds, -1) if valid.all() else whole[..., valid]
+    cells: Array
+
+    @cached_property
+    def numbers(self) -> Array:
+        return self.cells.ravel().nonzero()[0]
+
+    def of(self, values: Any, *kinds: int) -> Array:
+        """Their values one after the other, by kind of rank if there are any."""
+        import numpy as np
+
+        whole: Array = np.empty((*kinds, *self.cells.shape), values.dtype)
+        whole[...] = values  # twice as fast as `broadcast_to`
+        flat = whole.reshape(*kinds, -1)
+        return flat if len(self.numbers) == self.cells.size else flat.take(self.numbers, axis=-1)
 
 
 CELLS_AT_ONCE = 32_768  # kinds of rank × rows: what fits a processor's cache
@@ -220,18 +232,18 @@ class _RowBuilder:
         figures, kinds = self._mixed(self.figures), len(self.group.ranks)
         passes, timed = self._timed_rows(figures)
         memory = self._pass_memory(figures[SAVED], figures[CACHED])
-        valid = np.broadcast_to((self.sequences > 0)[:, :, None], self.shape)
-        of_time = valid[:, self.timed]
-        timed_row = (np.cumsum(of_time) - 1).reshape(of_time.shape)[:, self.class_of]
+        valid = _Valid(np.broadcast_to((self.sequences > 0)[:, :, None], self.shape))
+        of_time = _Valid(valid.cells[:, self.timed])
+        timed_row = (np.cumsum(of_time.cells) - 1).reshape(of_time.cells.shape)[:, self.class_of]
         table = RowTable(
-            np.array(valid.nonzero()),
-            _flat(self.sequences[:, :, None], valid),
-            _flat(self._pipeline_seconds(passes), valid),
-            changed(memory, lambda values: _flat(values, valid, kinds)),
-            _flat(timed_row, valid),
-            changed(timed, lambda values: _flat(values, of_time, *values.shape[:-3])),
+            np.array(valid.cells.nonzero()),
+            valid.of(self.sequences[:, :, None]),
+            valid.of(self._pipeline_seconds(passes)),
+            changed(memory, lambda values: valid.of(values, kinds)),
+            valid.of(timed_row),
+            changed(timed, lambda values: of_time.of(values, *values.shape[:-3])),
         )
-        return self._split(table, *(np.count_nonzero(rows, axis=(1, 2)) for rows in (valid, of_time)))
+        return self._split(table, *(np.count_nonzero(rows.cells, axis=(1, 2)) for rows in (valid, of_time)))
 
     def _split(self, table: RowTable, rows_of_layer: Array, timed_of_layer: Array) -> list[RowTable]:
         """The rows of each group, with its layer choices numbered from 0."""
@@ -250,6 +262,8 @@ class _RowBuilder:
 
     def _mixed(self, values: Array) -> Array:
         """Figure × kind or 1 × layer × part × mode → figure × kind × layer × 1 × recompute."""
+        import numpy as np
+
         counts = self.counts[:, :, None, None]
         rank = counts[:, 0] * values[:, :, :, 0]
         for part in range(1, values.shape[3]):
@@ -257,7 +271,7 @@ class _RowBuilder:
         none, selective, full = (rank[..., None, None, mode] for mode in range(len(MODES)))
         share = self.share[:, None, None, :]
         named = self.modes == MODES.index("selective")
-        mixed: Array = blend(share, ~named * none + named * selective, full)
+        mixed: Array = blend(share, np.where(named, selective, none), full)
         return mixed
 
     def _layers_of_ranks(self) -> Array:
