@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Unpack
 
@@ -124,6 +124,11 @@ class AnalysisResult(PredictionResult):
             "memory": [{"part": part, "bytes": getattr(held, part)} for part in held.PARTS],
             "collectives": collectives,
             **({"topologies": topology_rows(self.assessment.topologies)} if self.assessment.topologies else {}),
+            **(
+                {"advice": [change.to_dict() for change in advice.changes]}
+                if (advice := self.assessment.advice)
+                else {}
+            ),
             **{f"{kind}_scaling": [asdict(row) for row in rows] for kind, rows in scaled.items()},
         }
 
@@ -135,6 +140,7 @@ def analyze(
     ranks: bool = False,
     memory_over_time: bool = False,
     compare_topologies: bool = False,
+    advise: bool = False,
     tokens: Size | None = None,
     price: Size | None = None,
     mtbf: Size | None = None,
@@ -146,7 +152,8 @@ def analyze(
 
     ``scaling`` adds strong and weak scaling, ``ranks`` the groups of every rank, ``memory_over_time`` the memory of
     each pipeline rank over a step, ``compare_topologies`` the same job on a ring, a tree, a hierarchy, a switch, a mesh
-    and a torus. ``tokens`` prices the whole run, with ``price`` (per device-hour) and ``mtbf`` (device-hours).
+    and a torus. ``advise`` adds what to change in another framework's file, in its own settings. ``tokens`` prices the
+    whole run, with ``price`` (per device-hour) and ``mtbf`` (device-hours).
     """
     made, notes = _job(job, keywords)
     if ranks and made.cluster.devices > _MOST_RANKS:
@@ -161,6 +168,10 @@ def analyze(
     campaign = campaign_of(run, made, analysis.predicted_seconds)
     asked = {"scaling": scaling, "ranks": ranks, "over_time": memory_over_time, "topologies": compare_topologies}
     assessment = assess(analysis, campaign=campaign, **asked)
+    if advise:
+        from shardwise.api.advice import file_advice
+
+        assessment = replace(assessment, advice=file_advice(job_arguments(job, keywords), made))
     return AnalysisResult(assessment, (*notes, *analysis.notes))
 
 

@@ -6,12 +6,12 @@ import argparse
 import json
 import sys
 
-from shardwise.api.analysis import analyze, require_few_passes
+from shardwise.api.analysis import AnalysisResult, analyze, require_few_passes
 from shardwise.api.quantities import write_text
-from shardwise.cli.arguments import add_campaign_arguments, add_job_arguments, job_from, keywords
+from shardwise.cli.arguments import add_campaign_arguments, add_job_arguments, job_arguments, job_from, keywords
 from shardwise.cli.output import add_details_argument, add_output_arguments, add_plot_argument, form_of, page_of, show
 from shardwise.cli.parser import Parser
-from shardwise.spec.job import Job
+from shardwise.spec.errors import SpecError
 
 _EXAMPLE = """
 shardwise analyze --model llama3-70b --cluster dgx-h100:64 --tp 8 --pp 4 --dp 16 --zero 1 --global-batch 1024 --seq 8192
@@ -37,6 +37,9 @@ def run(arguments: list[str]) -> int:
     others = "the same devices and links as a ring, tree, hierarchy, switch, mesh and torus, side by side"
     inside.add_argument("--compare-topologies", action="store_true", help=others)
     inside.add_argument("--ranks", action="store_true", help="node, local rank and groups of every rank")
+    own = "what to change in another framework's file, in its own settings: up to three changes, each priced"
+    inside.add_argument("--advise", action="store_true", help=own)
+    inside.add_argument("--write", metavar="NEW_FILE", help="the file with these changes, comments and order kept")
     add_details_argument(parser)
     add_plot_argument(add_output_arguments(parser))
     parsed = parser.parse(arguments)
@@ -44,17 +47,23 @@ def run(arguments: list[str]) -> int:
     for flag in ("--trace", "--memory-picture", "--memory-over-time"):
         if getattr(parsed, flag[2:].replace("-", "_")):
             require_few_passes(job, flag)
-    result = analyze(job, **keywords(analyze, parsed))
-    written = _write_files(parsed, job)
+    if parsed.write and not parsed.advise:
+        raise SpecError("--write", "is for what ⟨advise⟩ changes", "give both")
+    # Advice is of the file, from which a job is made once more.
+    result = analyze(job_arguments(parsed) if parsed.advise else job, **keywords(analyze, parsed))
+    written = _write_files(parsed, result)
     show(parsed, lambda: result.plots if parsed.plot else page_of(parsed, result), result.to_dict)
     for line in written:
         print(line, file=sys.stdout if form_of(parsed) == "text" and not parsed.json else sys.stderr)
     return 0 if result.fits else 1
 
 
-def _write_files(parsed: argparse.Namespace, job: Job) -> list[str]:
-    """Writes the trace and the picture that are asked for; returns the lines that say so."""
-    lines = []
+def _write_files(parsed: argparse.Namespace, result: AnalysisResult) -> list[str]:
+    """Writes the trace, the picture and the changed file that are asked for; returns the lines that say so."""
+    lines, job, advice = [], result.job, result.assessment.advice
+    if parsed.write and advice is not None:
+        write_text(parsed.write, advice.text, "--write")
+        lines.append(f"wrote {parsed.write}: {advice.file} with these changes")
     if parsed.trace is not None:
         from shardwise.cost.step.trace import step_trace
 

@@ -13,6 +13,7 @@ from shardwise.cost.step.simulation import COMMUNICATION, STEP_PARTS
 from shardwise.cost.step.verdict import Change
 from shardwise.cost.traffic.data import GradientTime
 from shardwise.cost.traffic.traffic import Traffic
+from shardwise.interop.edits import setting_words
 from shardwise.layout.mesh import RankPlace
 from shardwise.planner.advice.assessment import Assessment
 from shardwise.planner.candidate import change_words, degree_words, less_communication_words
@@ -36,6 +37,7 @@ from shardwise.spec.units import (
 
 if TYPE_CHECKING:
     from shardwise.cost.step.scaling import DimensionOnNetwork, PricedTopology, ScalingRow
+    from shardwise.planner.advice.file_changes import FileAdvice, FileChange
 
 _FITS = {"fits": "yes", "tight": "tight", "does not fit": "no"}
 
@@ -78,6 +80,8 @@ def _answer(assessment: Assessment) -> Iterator[Piece | str]:
 
 def _asked(assessment: Assessment) -> Iterator[Piece | str]:
     """What only some flags ask for."""
+    if assessment.advice is not None:
+        yield _advice_table(assessment.advice)
     if assessment.campaign is not None:
         yield from campaign_pieces(assessment.campaign)
     for kind, rows in (assessment.scaling or {}).items():
@@ -90,6 +94,19 @@ def _asked(assessment: Assessment) -> Iterator[Piece | str]:
         from shardwise.report.memory_timeline import memory_table
 
         yield memory_table(assessment.memory_over_time)
+
+
+def _advice_table(advice: FileAdvice) -> FittedTable | str:
+    """What to change in a file, each change on top of those above it."""
+    if not advice.changes:
+        return f"What to change in {advice.file}: no setting that is known here makes the step 1% shorter and fits."
+    columns: dict[str, Callable[[FileChange], str]] = {
+        "setting": lambda change: "; ".join(map(setting_words, *zip(*change.settings.items()))),
+        "memory": lambda change: " → ".join(readable_bytes(job.memory_bytes) for job in (change.before, change.after)),
+        "step": lambda change: f"{readable_seconds(change.after.step_seconds)}, {change.step_change:+.0%} time",
+        "fits": lambda change: change.after.fit,
+    }
+    return table_of(f"What to change in {advice.file}, in this order", advice.changes, columns, numbers_from=4)
 
 
 def collective_lines(sums: Iterable[GradientTime]) -> Iterator[str]:
@@ -295,6 +312,8 @@ def analysis_data(assessment: Assessment) -> dict[str, Any]:
         data["campaign"] = campaign_data(assessment.campaign)
     asked_for = ("scaling", "topologies", "ranks")
     data |= picked(assessment, *(name for name in asked_for if getattr(assessment, name) is not None))
+    if assessment.advice is not None:
+        data["advice"] = {"file": assessment.advice.file, "changes": plain(assessment.advice.changes)}
     if assessment.memory_over_time is not None:
         from shardwise.report.memory_timeline import memory_over_time_data
 

@@ -6,11 +6,12 @@ understands one. A new framework is one file with a table, its option names unde
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from shardwise.interop.edits import edited
 from shardwise.interop.frameworks.accelerate import ACCELERATE
 from shardwise.interop.frameworks.automodel import AUTOMODEL
 from shardwise.interop.frameworks.axolotl import AXOLOTL
@@ -111,6 +112,23 @@ class Configuration:
         except SpecError as error:
             raise SpecError(f"{self.file}: {error.field}".rstrip(": "), error.problem, error.remedy) from None
         return self._as_launched(read, sharding)
+
+    def edited(self, settings: Mapping[str, Any]) -> Configuration:
+        """The same with settings changed in its text (None: removed)."""
+        return replace(self, text=edited(self.text, self.file, settings))
+
+    def edits(self, job: Job, neighbours: Iterable[Job]) -> list[Settings]:
+        """Changes of its settings that advice may try for ``job``, which it is."""
+        framework = READERS[self.framework]
+        own = framework.format.parse(self.text, self.file, framework.names) if self.text else {}
+
+        def is_news(key: str, value: Any) -> bool:
+            there = any(path == key or path.startswith(f"{key}.") for path in own)
+            return there if value is None else own.get(key) != value
+
+        found = framework.edits(own, job, neighbours) if own else ()
+        kept = ({key: value for key, value in one.items() if is_news(key, value)} for one in found)
+        return [settings for settings in kept if settings]
 
     def _sharding_of_accelerate(self, cluster: Cluster | None) -> dict[str, Any]:
         """What the file says that ``accelerate launch`` is given, where it is there."""

@@ -6,7 +6,7 @@ import fnmatch
 from typing import Any
 
 from shardwise.interop.frameworks import recipes
-from shardwise.interop.frameworks.target import Reading
+from shardwise.interop.frameworks.target import Move, Reading
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.schedules import PLAIN, schedule_record
 from shardwise.spec.strategy import DEDUPLICATING
@@ -263,4 +263,7 @@ AUTOMODEL = recipes.reader(
     signature=("step_scheduler.local_batch_size", "step_scheduler.global_batch_size"),
     stacks=("pytorch", "pytorch-compiled"),
     learning=("optimizer.lr", "optimizer.weight_decay", "clip_grad_norm", "lr_scheduler", "step_scheduler.num_epochs"),
+    moves=(*(Move({"distributed.activation_checkpointing": on}) for on in (True, False)),
+           Move({"quantization.load_in_4bit": True}, recipes.has_adapters), Move({"compile.enabled": True})),
+    microbatch_key="step_scheduler.local_batch_size",
 )  # fmt: skip

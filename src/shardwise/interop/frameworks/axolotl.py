@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from shardwise.interop.frameworks import recipes
-from shardwise.interop.frameworks.target import Reading, Target
+from shardwise.interop.frameworks.target import Move, Reading, Target
 from shardwise.spec.errors import SpecError, shown
 
 # Axolotl's PEFT adapters; `lora_target_linear` finds every linear layer but the head (utils/lora.py).
@@ -194,4 +194,20 @@ AXOLOTL = Target(
     stacks=("accelerate", "deepspeed"),
     unknown_keys="noted",
     learning=("learning_rate", "weight_decay", "adam_", "max_grad_norm", "lr_scheduler", "num_epochs"),
+    moves=(
+        Move({"gradient_checkpointing": True}),
+        Move({"gradient_checkpointing": False}),
+        Move({"gradient_checkpointing": "offload"}),
+        Move({"adapter": "qlora", "load_in_4bit": True, "load_in_8bit": None}, recipes.has_adapters),
+        recipes.in_bf16(),
+        # Its own files (deepspeed_configs).
+        *recipes.by_deepspeed(
+            *(
+                f"deepspeed_configs/{name}.json"
+                for name in ("zero1", "zero2", "zero3_bf16", "zero3_bf16_cpuoffload_all")
+            )
+        ),
+    ),
+    microbatch_key="micro_batch_size",
+    accumulation_key="gradient_accumulation_steps",
 )

@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwise.interop.frameworks import recipes
 from shardwise.interop.frameworks.documents import Names, Settings
-from shardwise.interop.frameworks.target import Reading, Target, product_of
+from shardwise.interop.frameworks.target import Move, Reading, Target, product_of
 from shardwise.spec.errors import SpecError
 
 VOCABULARY = 50_432  # of the usual tokenizer, padded to a multiple of 128 (tokenizer.py, _vocab_size_with_padding)
@@ -170,4 +170,12 @@ GPT_NEOX = Target(
     unknown_keys="noted",
     carries_model=True,
     learning=("optimizer.params", "weight_decay", "gradient_clipping", "lr_decay_style", "train_iters"),
+    moves=(
+        Move({"checkpoint_activations": True}),
+        Move({"checkpoint_activations": False}),
+        *(Move({"zero_optimization.stage": stage}, lambda job: job.strategy.pp == 1) for stage in (2, 3)),
+        Move({"zero_optimization.stage": 1}),
+    ),
+    microbatch_key="train_micro_batch_size_per_gpu",
+    accumulation_key="gradient_accumulation_steps",
 )

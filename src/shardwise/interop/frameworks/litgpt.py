@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.interop.frameworks import recipes
-from shardwise.interop.frameworks.target import Reading, Target
+from shardwise.interop.frameworks.target import Move, Reading, Target
 from shardwise.spec.errors import SpecError, shown
 
 _PRECISIONS = {"bf16-true": "bf16", "16-true": "fp16", "bf16-mixed": "bf16", "16-mixed": "fp16", "32-true": "fp32",
@@ -116,4 +116,9 @@ LITGPT = Target(
     stacks=("pytorch",),
     unknown_keys="noted",
     learning=("optimizer.init_args", "train.max_norm", "train.min_lr"),
+    moves=(
+        Move({"precision": "bf16-mixed"}, lambda job: job.training.precision == "fp32"),
+        Move({"quantize": "bnb.nf4"}, lambda job: recipes.has_adapters(job) and not recipes.has_replicas(job)),
+    ),
+    microbatch_key="train.micro_batch_size",
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwise.interop.frameworks import recipes
 from shardwise.interop.frameworks.documents import Names, Settings
-from shardwise.interop.frameworks.target import Reading, Target
+from shardwise.interop.frameworks.target import Move, Reading, Target
 from shardwise.spec.errors import SpecError, shown
 
 _LEARNING = {"learning_rate": "learning_rate", "decay": "weight_decay", "beta1": "adam_beta1", "beta2": "adam_beta2",
@@ -168,4 +168,17 @@ LLAMAFACTORY = Target(
     stacks=("accelerate", "deepspeed"),
     unknown_keys="noted",
     learning=("learning_rate", "weight_decay", "adam_", "max_grad_norm", "lr_scheduler", "num_train_epochs"),
+    moves=(
+        Move({"disable_gradient_checkpointing": True}),
+        Move({"disable_gradient_checkpointing": None}),
+        Move({"quantization_bit": 4}, recipes.has_adapters),
+        recipes.in_bf16(),
+        # Its own files (examples/deepspeed).
+        *recipes.by_deepspeed(
+            *(f"examples/deepspeed/ds_{name}_config.json" for name in ("z2", "z3", "z2_offload", "z3_offload"))
+        ),
+    ),
+    other_dialect=("model_class", "train_dataset", "dist_config.name", "quant_config.name"),  # version 1
+    microbatch_key="per_device_train_batch_size",
+    accumulation_key="gradient_accumulation_steps",
 )

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from typing import Any
 
 from shardwise.interop.frameworks import recipes
-from shardwise.interop.frameworks.target import Reading
+from shardwise.interop.frameworks.target import Move, Reading
 from shardwise.spec.errors import SpecError, shown
 
 # -- what a layer keeps for its backward pass (maxtext/layers/decoders.py, get_remat_policy, at e591f30) --------
@@ -328,4 +328,7 @@ MAXTEXT = recipes.reader(
     signature=("per_device_batch_size", "ici_fsdp_parallelism", "base_emb_dim", "base_num_decoder_layers",
                "max_target_length", "base_config", "use_sft"),
     stacks=("maxtext",), carries_model=True, learning=("learning_rate", "adam_", "steps", "lr_schedule_type"),
+    moves=(*(Move({"remat_policy": policy}) for policy in ("full", "save_qkv_proj", "minimal_with_context")),
+           Move({"optimizer_memory_host_offload": True})),
+    microbatch_key="per_device_batch_size", accumulation_key="gradient_accumulation_steps",
 )  # fmt: skip

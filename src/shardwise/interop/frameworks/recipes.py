@@ -12,12 +12,13 @@ from typing import Any
 
 from shardwise.interop.frameworks.deepspeed import DEEPSPEED
 from shardwise.interop.frameworks.documents import YAML, Format, Names, Settings
-from shardwise.interop.frameworks.target import Reading, Target
+from shardwise.interop.frameworks.target import Move, Reading, Target
 from shardwise.interop.frameworks.training_values import OPTIMIZATION, SCHEDULE, read_length
 from shardwise.interop.jobs import model_from
 from shardwise.spec.errors import SpecError, shown
 from shardwise.spec.files import parse_yaml
 from shardwise.spec.fine_tuning import TARGETS, Part
+from shardwise.spec.job import Job
 from shardwise.spec.model import Model
 
 Fields = dict[str, Any]
@@ -300,3 +301,23 @@ def read_attention(reading: Reading, fields: Fields, key: str) -> None:
 
 LIGER = {"stack.elementwise": "fused", "stack.gated_activation": "fused", "stack.norms": "fused"}
 LOSS_IN_PIECES = {"stack.loss": "pieces"}
+
+
+# -- what advice may change ----------------------------------------------------------------------------------------
+
+
+def has_adapters(job: Job) -> bool:
+    return job.training.adapters is not None
+
+
+def has_replicas(job: Job) -> bool:
+    return job.strategy.data_parallel > 1
+
+
+def in_bf16(key: str = "bf16", instead_of: str = "fp16") -> Move:
+    return Move({key: True, instead_of: None}, lambda job: job.training.precision == "fp32")
+
+
+def by_deepspeed(*files: str) -> tuple[Move, ...]:
+    """Sharding by one of DeepSpeed's files that come with the framework, in place of FSDP."""
+    return tuple(Move({"deepspeed": file, "fsdp": None, "fsdp_config": None}, has_replicas) for file in files)

@@ -7,8 +7,9 @@ dropped silently. A target's file has its table, what does not fit in one, and t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, Literal
 
 from shardwise.interop.frameworks.documents import OUTSIDE, Format, Names, Settings, recorded
@@ -255,6 +256,15 @@ def _reader(path: str) -> Callable[[Reading, str], Any]:
 
 
 Why = str | Callable[[Job], str]
+_MOST_EDITED = 4  # keys of one change
+
+
+@dataclass(frozen=True)
+class Move:
+    """Settings that advice may change together; None removes one."""
+
+    settings: Settings
+    when: Callable[[Job], bool] = lambda job: True
 
 
 @dataclass(frozen=True)
@@ -289,6 +299,10 @@ class Target:
     """`noted` where plugins bring keys of their own."""
     learning: tuple[str, ...] = ()
     """Prefixes of settings that affect what is learned and for how long, but not what a step costs."""
+    moves: tuple[Move, ...] = ()  # of those that are not written
+    microbatch_key: str = ""
+    accumulation_key: str = ""  # none where the whole batch is given
+    other_dialect: tuple[str, ...] = ()  # settings of files that have other names for what moves
 
     @property
     def names(self) -> Names:
@@ -319,6 +333,26 @@ class Target:
             lost.setdefault(loss.field, loss)
         files = {self.filename or self.name + self.format.suffixes[0]: text}
         return Exported(self.name, self.names.version, files, tuple(lost.values()), tuple(self.notes(job)))
+
+    def edits(self, own: Settings, job: Job, neighbours: Iterable[Job]) -> Iterator[Settings]:
+        """Changes of ``own``, the settings of a file, that advice may try: its table's moves, or what the
+        ``neighbours`` of its job have otherwise."""
+        if any(key in own for key in self.other_dialect):
+            return
+        yield from (move.settings for move in self.moves if move.when(job))
+        size = Fraction(str(own.get(self.microbatch_key, job.strategy.microbatch)))
+        times = Fraction(str(own.get(self.accumulation_key, job.microbatches)))
+        for factor in (Fraction(2), Fraction(1, 2)) if self.microbatch_key else ():
+            accumulated = {self.accumulation_key: times / factor} if self.accumulation_key else {}
+            counts = {self.microbatch_key: size * factor, **accumulated}
+            if all(count.denominator == 1 for count in counts.values()):
+                yield {key: int(count) for key, count in counts.items()}
+        before = self.settings(job) if self.compose is not None else {}
+        for other in neighbours if self.compose is not None else ():
+            after = self.settings(other)
+            keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+            if len(keys) <= _MOST_EDITED and not any(refuses(other) for _, refuses, _ in self.refusals):
+                yield {key: after.get(key) for key in keys}
 
     def text(self, job: Job) -> str:
         """The job in the target's format."""

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from shardwise.interop.frameworks import recipes
-from shardwise.interop.frameworks.target import Reading, Target
+from shardwise.interop.frameworks.target import Move, Reading, Target
 from shardwise.spec.errors import SpecError, shown
 
 _BUILDER = "model._component_"
@@ -141,4 +141,15 @@ TORCHTUNE = Target(
     stacks=("pytorch", "pytorch-compiled"),
     unknown_keys="noted",
     learning=("optimizer.lr", "optimizer.weight_decay", "clip_grad_norm", "lr_scheduler"),
+    moves=(
+        Move({"enable_activation_checkpointing": True}),
+        Move({"enable_activation_checkpointing": False}),
+        Move({"enable_activation_checkpointing": True, "enable_activation_offloading": True}),
+        Move({"model.quantize_base": True}, recipes.has_adapters),
+        Move({"fsdp_cpu_offload": True}, recipes.has_replicas),
+        Move({"dtype": "bf16"}, lambda job: job.training.precision == "fp32"),
+        Move({"compile": True}),
+    ),
+    microbatch_key="batch_size",
+    accumulation_key="gradient_accumulation_steps",
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.interop.frameworks import recipes
-from shardwise.interop.frameworks.target import Reading, Target
+from shardwise.interop.frameworks.target import Move, Reading, Target
 from shardwise.spec.errors import SpecError, shown
 
 _LEARNING = {"learning_rate": "learning_rate", "decay": "weight_decay", "beta1": "adam_beta1", "beta2": "adam_beta2",
@@ -107,4 +107,13 @@ TRL = Target(
     stacks=("trl",),
     unknown_keys="noted",
     learning=("learning_rate", "weight_decay", "adam_", "max_grad_norm", "lr_scheduler", "num_train_epochs"),
+    moves=(
+        Move({"gradient_checkpointing": True}),
+        Move({"gradient_checkpointing": False}),
+        Move({"gradient_checkpointing": True, "activation_offloading": True}),
+        Move({"load_in_4bit": True, "load_in_8bit": None}, recipes.has_adapters),
+        recipes.in_bf16(),
+    ),
+    microbatch_key="per_device_train_batch_size",
+    accumulation_key="gradient_accumulation_steps",
 )

@@ -26,6 +26,7 @@ from shardwise.uncertainty.residuals import ErrorBar, error_bar
 if TYPE_CHECKING:
     from shardwise.cost.memory.timeline import MemoryOverTime
     from shardwise.cost.step.scaling import PricedTopology, ScalingRow
+    from shardwise.planner.advice.file_changes import FileAdvice
     from shardwise.planner.plan import Plan
 
 
@@ -153,6 +154,7 @@ class Assessment:
     ranks: list[RankPlace] | None = None
     memory_over_time: MemoryOverTime | None = None
     topologies: tuple[PricedTopology, ...] | None = None
+    advice: FileAdvice | None = None  # in the settings of the file that the job was read from
 
     @property
     def predicted_seconds_low(self) -> float:
