@@ -134,7 +134,7 @@ class Stack(Spec):
     """Repeats the whole layer, or all but its last matmul, whose output no backward pass reads."""
     loss: Literal["parallel", "steps", "copied", "plain", "compiled", "whole", "fused", "pieces"] = "parallel"
     """Cross entropy: split over the vocabulary (`parallel`); the same, with new tensors in each compiled step (`steps`)
-    or on an fp32 copy of the logits (`copied`); PyTorch's own on such a copy (`plain`), or compiled to read 16-bit logits
+    or on an fp32 copy of the logits (`copied`); torch's own on such a copy (`plain`), or compiled to read 16-bit logits
     (`compiled`); torch's on 16-bit logits, gathered over tensor-parallel ranks (`whole`); 16-bit logits turned into
     their gradient in place (`fused`); a few tokens' logits at a time (`pieces`)."""
     shifted_logits: bool = False

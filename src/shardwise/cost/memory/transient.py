@@ -160,8 +160,8 @@ def logits_temporary_bytes(job: Job) -> float:
         "parallel": element,  # the 16-bit logits beside their fp32 softmax
         "steps": element + 4.0,  # and the fp32 logits that a step before has written
         "copied": 4.0,  # an fp32 copy beside the softmax; the 16-bit logits are gone by then
-        # Backward: the gradients after and before the logarithm of the softmax, in fp32; where ranks split them, that of
-        # the chosen logits, the softmax, their sum and its product (torch/distributed/tensor/parallel/loss.py).
+        # Backward: the gradients after and before the logarithm of the softmax, in fp32; where ranks split them, that
+        # of the chosen logits, the softmax, their sum and its product (torch/distributed/tensor/parallel/loss.py).
         "plain": 8.0 if job.stack.head_tensor_parallel(job.strategy.tp) == 1 else 12.0,
         "compiled": element,  # their gradient beside them, in 16 bit
         "whole": 2 * element,  # the gradients after and before the logarithm of the softmax, in 16 bit

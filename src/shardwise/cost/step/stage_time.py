@@ -260,6 +260,9 @@ def _launches(job: Job) -> float:
 _UNFUSED_ELEMENTS, _FUSED_BYTES = 20, 28
 
 
+_BUCKET_BYTES = 12  # of a gradient: copied to a bucket, divided there, and copied back (InternEvo c18bec9)
+
+
 def update_bytes(job: Job) -> float:
     """Bytes that the update of a parameter moves."""
     root = OPTIMIZERS[job.training.optimizer].root
@@ -338,6 +341,8 @@ def optimizer_seconds(job: Job, contents: RankContents, sharding: Sharding) -> A
     updated = updated_parameters(contents, sharding)
     local = updated if sharding.gradients_sharded else contents.total
     moved = update_bytes(job) * updated + 8 * local + sharding.moved_bytes * contents.total
+    if job.stack.owned_parameters:
+        moved = moved + _BUCKET_BYTES * contents.total
     seconds = _update_seconds(job, moved, updated) + _accumulation_seconds(job, contents) + step_overhead(job)
     seconds = seconds + host_update_seconds(job, contents, sharding)
     if sharding.offload.weights:
