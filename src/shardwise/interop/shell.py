@@ -32,7 +32,9 @@ _ASSIGNMENT = re.compile(rf"({_NAME})(?:\[[^]]*\])?(\+?)=(.*)", re.DOTALL)
 _DECLARING = ("export", "declare", "local", "readonly", "typeset")
 _SEPARATORS = ("\n", ";", ";;", "&&", "||", "|", "&")
 _PRINTING = ("echo", "printf")
-_HOLDS_A_COMMAND = re.compile(r"\.py\b|\b(?:torchrun|deepspeed|accelerate|axolotl|llamafactory-cli|tune|litgpt|trl)\s")
+_HOLDS_A_COMMAND = re.compile(
+    r"\.py\b|\b(?:python3? -m|torchrun|deepspeed|accelerate|axolotl|llamafactory-cli|tune|litgpt|trl)\s"
+)
 
 
 class Unset(str):
@@ -204,7 +206,10 @@ def _simple(given: Sequence[Token], scope: _Scope, depth: int) -> None:
         assigned += 1
     words: list[str] = []
     for token in rest[assigned:]:
-        if isinstance(token, Heredoc):
+        if isinstance(token, Heredoc) and scope.commands and scope.commands[-1][0] == "read":
+            body = _filled(token.body, scope).replace("\\\n", " ")
+            scope.values[scope.commands[-1][-1]] = [scope.count(body)]
+        elif isinstance(token, Heredoc):
             _run_inside(_filled(token.body, scope), scope, depth)
         elif isinstance(token, Word):
             words += _fields(token.text, scope)

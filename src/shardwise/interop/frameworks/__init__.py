@@ -25,6 +25,7 @@ from shardwise.interop.frameworks.llamafactory import LLAMAFACTORY
 from shardwise.interop.frameworks.maxtext import MAXTEXT
 from shardwise.interop.frameworks.megatron import MEGATRON
 from shardwise.interop.frameworks.nanotron import NANOTRON
+from shardwise.interop.frameworks.openrlhf import OPENRLHF
 from shardwise.interop.frameworks.target import Target
 from shardwise.interop.frameworks.torchtitan import TORCHTITAN
 from shardwise.interop.frameworks.torchtune import TORCHTUNE
@@ -48,7 +49,7 @@ TARGETS: dict[str, Target] = {
     framework.name: framework for framework in (DEEPSPEED, MEGATRON, TORCHTITAN, ACCELERATE, NANOTRON, COLOSSALAI)
 }
 # Those whose configurations are read, which are not all written.
-_RECIPES = (AXOLOTL, LLAMAFACTORY, TORCHTUNE, LITGPT, GPT_NEOX, MAXTEXT, AUTOMODEL, VERL, TRL)
+_RECIPES = (AXOLOTL, LLAMAFACTORY, TORCHTUNE, LITGPT, GPT_NEOX, MAXTEXT, AUTOMODEL, VERL, OPENRLHF, TRL)
 READERS: dict[str, Target] = {**TARGETS, **{framework.name: framework for framework in _RECIPES}}
 
 
@@ -163,7 +164,7 @@ class Configuration:
         return None if self.folder is None else _text_beside(self.folder, name)
 
 
-DEVICES = "devices"
+DEVICES, PROGRAM = "devices", "program"
 _FOLDERS_ABOVE = 4  # paths are often from the root of a repository, and files in a folder below it
 
 
@@ -222,7 +223,9 @@ def started_by(text: str, name: str, folder: Path | None = None) -> Configuratio
             return Configuration(Path(file).name, kind, content, above, launch.settings, launch)
     if named or framework is None:
         return None
-    return Configuration(name, framework, "", folder, launch.settings, launch)
+    # Of some it is the program that says what is trained.
+    said = {PROGRAM: launch.program} if PROGRAM in READERS[framework].names else {}
+    return Configuration(name, framework, "", folder, {**launch.settings, **said}, launch)
 
 
 def _programs() -> dict[str, str]:
