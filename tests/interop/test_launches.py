@@ -185,3 +185,20 @@ def test_nothing_in_a_script_is_run_and_a_hostile_one_is_a_line(tmp_path: Path) 
         except SpecError as error:
             assert "\n" not in str(error)
     assert not mark.exists()
+
+
+def test_a_script_gives_its_words_in_the_ways_of_published_ones(tmp_path: Path) -> None:
+    """A command in single quotes for every task, options that `read` takes from a here-document, a folder by `$(cd`."""
+    sbatch = "#SBATCH --nodes=4\nL='torchrun --nproc_per_node 8 --nnodes '$SLURM_NNODES\n" \
+             "C='t.py --config x.yaml'\nsrun bash -c '$L $C'"  # fmt: skip
+    launch = launch_of(sbatch)
+    assert launch is not None and (launch.devices, launch.files) == (32, ("x.yaml",))
+    read = "read -r -d '' words <<EOF\nopenrlhf.cli.train_sft \\\n  --max_len 2048\nEOF\n" \
+           "deepspeed --num_gpus 8 --module $words"  # fmt: skip
+    launch = launch_of(read)
+    assert launch is not None and (launch.program, launch.settings) == ("openrlhf.cli.train_sft", {"max_len": 2048})
+    folder = 'H=$(cd -- "$(dirname -- "$0")" && pwd)\nN="--nnodes 1 --node_rank $RANK"\n' \
+             "torchrun --nproc_per_node 2 $N $H/run_train.py --config-file $H/sft.yaml"  # fmt: skip
+    launch = launch_of(folder)
+    assert launch is not None and launch.devices == 2 and launch.program.endswith("/run_train.py")
+    assert made(tmp_path, folder)[0].training.seq == 2048

@@ -73,12 +73,14 @@ def _require_readable_script(text: str, name: str) -> None:
         return
     from shardwise.interop.frameworks import starts_another
 
-    started = starts_another(text)
-    if started is None:
+    launch = starts_another(text)
+    if launch is None:
         return
-    named = sorted(set(_CONFIGURATIONS.findall(text)))
-    remedy = f"give the file that it names: {' or '.join(named[:3])}" if named else "describe the job in a job file"
-    problem = f"starts {shown(started)}, whose options are not read (Megatron-LM's are)"
+    started = shown(launch.program.rpartition("/")[2])
+    named = sorted(set(launch.files) or set(_CONFIGURATIONS.findall(text)))
     if named:
-        problem = f"starts {shown(started)} with {' or '.join(named[:3])}, which is not beside it or of no known kind"
+        words = " or ".join(shown(file) for file in named[:3])
+        problem, remedy = f"starts {started} with {words}, which is not beside it or of no known kind", "give that file"
+    else:
+        problem, remedy = f"starts {started}, whose options are not read", "describe the job in a job file"
     raise SpecError(name, problem, remedy)

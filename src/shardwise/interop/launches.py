@@ -17,7 +17,9 @@ Options = Mapping[str, list[str]]  # by name, with underscores; the last of each
 
 _LONGEST = 2**17  # characters; published scripts have a few thousand
 _MOST_HOPS = 3  # from a script that starts a script
-_SCRIPT = re.compile(r"[^-\s=][^\s=]*\.py")
+_SCRIPT = re.compile(
+    r"(?:(?>\$\(.*\))|[^-\s=$])[^\s=]*\.py|\$[^\s=(]*\.py", re.DOTALL
+)  # in a folder like $(pwd), perhaps
 _CONFIGURATION = re.compile(r"[^\s=]+\.(?:ya?ml|json|toml)")
 _NAMED = ("config", "config_file", "cfg", "job.config_file")
 _PRINTING = ("echo", "printf", "cat", "cp", "rm", "mkdir", "sed", "pip")
@@ -84,7 +86,7 @@ def _program_at(words: Sequence[str], programs: Collection[str]) -> int | None:
             return at + 1 if _SCRIPT.fullmatch(following) else at
         if word in ("-m", "--module") and following and following not in _LAUNCHING_MODULES:
             return at + 1
-        if word.rpartition("/")[2] in programs:
+        if word.rpartition("bin/")[2] in programs:
             return at
     return None
 
@@ -113,7 +115,7 @@ def _read(
     said |= {name: [value] for name, value in map(_assigned, plain) if name}
     outside = tuple(name for name, values in said.items() if any(isinstance(value, Unset) for value in values))
     settings = {name: _value(values) for name, values in said.items() if name not in outside}
-    return ScriptLaunch(program, tuple(dict.fromkeys(files)), settings, outside, **size)
+    return ScriptLaunch(program, tuple(dict.fromkeys(filter(None, files))), settings, outside, **size)
 
 
 def _arguments(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:

@@ -23,6 +23,7 @@ from shardwise.interop.shell_words import (
     references,
     tokens,
     unquoted_references,
+    word_end,
 )
 
 MOST_CHARACTERS = 2**20  # of all values: each line of a script could double them
@@ -60,14 +61,9 @@ class _Scope:
 
 def commands_of(text: str, environment: Mapping[str, str]) -> tuple[list[list[str]], Mapping[str, list[str]]]:
     """The words of all commands that a script would run, and its variables at its end; raises `Malformed`."""
-    scope = _run_whole(text, environment)
-    return _whole_commands(scope.commands), scope.values
-
-
-def _run_whole(text: str, environment: Mapping[str, str]) -> _Scope:
     scope = _Scope({name: [value] for name, value in environment.items()})
     _run(text, scope, 0)
-    return scope
+    return _whole_commands(scope.commands), scope.values
 
 
 def python_command(text: str, environment: Mapping[str, str] | None = None) -> list[str]:
@@ -76,18 +72,17 @@ def python_command(text: str, environment: Mapping[str, str] | None = None) -> l
     Without one: all options that stand alone, then those that variables hold. Raises `Malformed`. ``environment`` is
     what is known of the variables that are set outside.
     """
-    scope = _run_whole(text, environment or {})
-    commands = _whole_commands(scope.commands)
+    commands, variables = commands_of(text, environment or {})
     scripts = [words for command in commands if (words := _from_script(command))]
     with_options = [words for words in scripts if any(word.startswith("--") for word in words)]
     if with_options:
         return with_options[-1]
     plain = [command for command in commands if command[0].startswith("-")]
-    kept = [value for value in scope.values.values() if value and value[0].lstrip().startswith("--")]
+    kept = [value for value in variables.values() if value and value[0].lstrip().startswith("--")]
     held = [word for value in kept for text in value for word in _split(text)]
     if plain or held:
         return [word for command in plain for word in command] or held
-    return scripts[-1] if scripts else [word for command in scope.commands for word in command]
+    return scripts[-1] if scripts else [word for command in commands for word in command]
 
 
 def _whole_commands(commands: Sequence[Sequence[str]]) -> list[list[str]]:
@@ -216,8 +211,8 @@ def _simple(given: Sequence[Token], scope: _Scope, depth: int) -> None:
     if words[:1] == ["eval"]:
         _run_inside(" ".join(words[1:]), scope, depth)
         return
-    for word in words if words[:1] and words[0] not in _PRINTING else ():
-        if _HOLDS_A_COMMAND.search(word) and len(word.split()) > 1:
+    for before, word in zip(["", *words], words) if words[:1] and words[0] not in _PRINTING else ():
+        if (before == "-c" or _HOLDS_A_COMMAND.search(word)) and len(word.split()) > 1:
             _run_inside(word, scope, depth)
     if words:
         scope.commands.append([scope.count(word) for word in words])
@@ -359,10 +354,10 @@ class _Words:
         """What is not quoted ends at every space."""
         if text[:1].isspace():
             self.close()
-        for number, piece in enumerate(text.split()):
+        for number, piece in enumerate(_split(text)):
             if number:
                 self.close()
-            self.add(piece, isinstance(text, Unset))
+            self.add(piece, isinstance(piece, Unset))
         if text[-1:].isspace():
             self.close()
 
@@ -400,7 +395,19 @@ def _as_one(values: list[str]) -> str:
 
 
 def _split(text: str) -> list[str]:
-    return [Unset(word) for word in text.split()] if isinstance(text, Unset) else text.split()
+    """The words of a value; of one that is not known those are that hold what only the outside knows."""
+    if not isinstance(text, Unset):
+        return text.split()
+    words, at, ended = list[str](), 0, True
+    try:
+        while at < len(text):
+            end = at + 1 if text[at].isspace() else word_end(text, at)
+            if not text[at].isspace():
+                words[len(words) if ended else -1 :] = [("" if ended else words[-1]) + text[at:end]]
+            at, ended = end, text[at].isspace()
+    except Malformed:
+        words = text.split()
+    return [Unset(word) if re.search(r"[$`<>]", word) else word for word in words]
 
 
 def _bounded(text: str) -> None:

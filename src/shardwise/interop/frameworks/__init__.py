@@ -212,7 +212,7 @@ def started_by(text: str, name: str, folder: Path | None = None) -> Configuratio
     framework = _of_program(launch)
     defaults = READERS[framework].defaults_in if framework is not None else ()
     named = [file for file in launch.files if Path(file).name not in defaults]
-    for file in launch.files:
+    for file in [*launch.files, *(f"{file}.yaml" for file in launch.files)]:  # whose suffix torchtune leaves out
         content = beside(file)
         if content is None:
             continue
@@ -273,7 +273,7 @@ def recognised(text: str, suffix: str) -> str | None:
     return TORCHTITAN.name if suffix == ".toml" else None
 
 
-def starts_another(text: str) -> str | None:
+def starts_another(text: str) -> ScriptLaunch | None:
     """What a script starts where that is plainly not Megatron-LM; None if it may be, or if it cannot be read."""
     launch = launch_of(text, _programs())
     if launch is None:
@@ -284,9 +284,9 @@ def starts_another(text: str) -> str | None:
     try:
         words = command_words(text, MEGATRON.title)
     except SpecError:
-        return program
+        return launch
     theirs = any(word.partition("=")[0] in MEGATRON.signature for word in words)
-    return None if theirs else program
+    return None if theirs else launch
 
 
 def read_text(path: Path | str) -> str:
