@@ -87,9 +87,19 @@ OPENRLHF: dict[str, Any] = {
     "train": {"batch_size": 256, "micro_batch_size": 2}, "data": {"max_len": 4096}, "adam": {"lr": 5e-6},
     "ds": {"zero_stage": 2, "param_dtype": "bf16", "attn_implementation": "flash_attention_2"},
 }  # fmt: skip
+PRIMUS: dict[str, Any] = {
+    "work_group": "mine", "modules": {"pre_trainer": {
+        "framework": "megatron", "config": "pre_trainer.yaml", "model": "${PRIMUS_MODEL:llama3_8B}.yaml", "overrides": {
+            "micro_batch_size": 2, "global_batch_size": 128, "seq_length": 8192, "train_iters": 50,
+            "tensor_model_parallel_size": "${PRIMUS_TP:2}", "overlap_grad_reduce": True, "hidden_dropout": 0.0}}},
+}  # fmt: skip
+BRIDGE: dict[str, Any] = {
+    "recipe": "llama3_8b_pretrain_config", "train": {"train_iters": 100, "global_batch_size": 64},
+    "model": {"seq_length": 4096, "tensor_model_parallel_size": 2},
+}  # fmt: skip
 RECIPES = {"axolotl": AXOLOTL, "llamafactory": FACTORY, "torchtune": TUNE, "litgpt": LIT, "trl": TRL,
            "gpt-neox": NEOX, "maxtext": MAXTEXT, "automodel": AUTOMODEL, "verl": VERL,
-           "openrlhf": OPENRLHF}  # fmt: skip
+           "openrlhf": OPENRLHF, "primus": PRIMUS, "megatron-bridge": BRIDGE}  # fmt: skip
 
 
 def changed(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -287,6 +297,17 @@ CHANGES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("gpt-neox", {"hidden_dropout": 0.1}, {"training.dropout": True}),
     ("gpt-neox", {"num_kv_heads": 8}, {"model.kv_heads": 8}),
     ("gpt-neox", {"fp16": None, "precision": "bfloat16"}, {"training.precision": "bf16"}),
+    ("primus", {}, {"strategy.tp": 2, "training.global_batch": 128, "training.precision": "bf16-fp32-grads",
+                    "strategy.zero": 1, "stack.base": "primus", "training.dropout": False}),
+    ("primus", {"modules.pre_trainer.overrides.use_turbo_deepep": True}, {"strategy.dispatch": "deduplicated"}),
+    ("primus", {"modules.pre_trainer.overrides.recompute_layer_ids": [0, 1, 2]}, {"strategy.recompute_layers": 3}),
+    ("primus", {"modules.pre_trainer": {"framework": "torchtitan", "model": "llama3_8B-fp8.yaml", "overrides": {
+        "training": {"local_batch_size": 4, "seq_len": 4096}}}},
+     {"training.precision": "fp8", "strategy.microbatch": 4}),
+    ("primus", {"modules.pre_trainer": {"framework": "maxtext", "model": "llama3_8B.yaml", "overrides": {
+        "per_device_batch_size": 3}}}, {"stack.base": "maxtext", "strategy.microbatch": 3}),
+    ("megatron-bridge", {}, {"strategy.tp": 2, "training.global_batch": 64, "training.precision": "bf16",
+                             "training.seq": 4096, "strategy.zero": 1}),
     ("openrlhf", {}, {"training.global_batch": 256, "strategy.microbatch": 2, "strategy.zero": 2,
                       "strategy.recompute": "full", "strategy.overlap.dp": False, "stack.loss": "plain"}),
     ("openrlhf", {"program": "openrlhf.cli.train_dpo"}, {"training.task": "dpo"}),
@@ -396,7 +417,7 @@ def is_heard(name: str, key: str, value: Any, beside: dict[str, Any], plain: tup
         return True
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", sorted(RECIPES.keys() - {"primus", "megatron-bridge"}))  # they have others' settings
 def test_every_setting_is_read_named_or_known_to_change_no_price(name: str) -> None:
     """What is not in the list of those without effect changes a field or a note, whatever it is set to."""
     names = READERS[name].names
@@ -413,6 +434,14 @@ def test_every_setting_is_read_named_or_known_to_change_no_price(name: str) -> N
 def test_a_setting_that_nobody_knows_is_a_note(name: str) -> None:
     notes = imported(name, {"some_plugin_depth": 3}).notes
     assert any(note.startswith("some_plugin_depth is not a setting of") for note in notes), notes
+
+
+@pytest.mark.parametrize("inner", ["megatron", "torchtitan", "maxtext"])
+def test_what_a_module_of_primus_overrides_is_judged_by_its_framework(inner: str) -> None:
+    overrides = {"some_plugin_depth": 3, **({"training": {"seq_len": 2048}} if inner == "torchtitan" else {})}
+    module = {"framework": inner, "model": "llama3_8B.yaml", "overrides": overrides}
+    notes = imported("primus", {"modules.pre_trainer": module}).notes
+    assert any("some_plugin_depth" in note and "left out" in note for note in notes), notes
 
 
 def test_a_model_that_is_not_known_is_said_and_another_may_be_given(tmp_path: Path) -> None:
@@ -443,6 +472,8 @@ def test_a_model_that_is_not_known_is_said_and_another_may_be_given(tmp_path: Pa
         ("gpt-neox", {"hidden-size": None}, "hidden_size"),
         ("gpt-neox", {"zero_optimization": {"stage": 7}}, "zero_optimization.stage"),
         ("litgpt", {"devices": 4}, "devices"),
+        ("primus", {"modules.pre_trainer.framework": "diffusion"}, "modules.pre_trainer.framework"),
+        ("primus", {"modules.pre_trainer.overrides.model_type": "flux_schnell"}, "model_type"),
         ("automodel", {"model.torch_dtype": "int3"}, "model.torch_dtype"),
         ("automodel", {"peft": {"target_modules": 5}}, "peft.target_modules"),
         ("maxtext", {"per_device_batch_size": 0.25}, "per_device_batch_size"),

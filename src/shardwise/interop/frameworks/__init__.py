@@ -26,6 +26,7 @@ from shardwise.interop.frameworks.maxtext import MAXTEXT
 from shardwise.interop.frameworks.megatron import MEGATRON
 from shardwise.interop.frameworks.nanotron import NANOTRON
 from shardwise.interop.frameworks.openrlhf import OPENRLHF
+from shardwise.interop.frameworks.primus import BRIDGE, PRIMUS
 from shardwise.interop.frameworks.target import Target
 from shardwise.interop.frameworks.torchtitan import TORCHTITAN
 from shardwise.interop.frameworks.torchtune import TORCHTUNE
@@ -49,7 +50,7 @@ TARGETS: dict[str, Target] = {
     framework.name: framework for framework in (DEEPSPEED, MEGATRON, TORCHTITAN, ACCELERATE, NANOTRON, COLOSSALAI)
 }
 # Those whose configurations are read, which are not all written.
-_RECIPES = (AXOLOTL, LLAMAFACTORY, TORCHTUNE, LITGPT, GPT_NEOX, MAXTEXT, AUTOMODEL, VERL, OPENRLHF, TRL)
+_RECIPES = (BRIDGE, PRIMUS, AXOLOTL, LLAMAFACTORY, TORCHTUNE, LITGPT, GPT_NEOX, MAXTEXT, AUTOMODEL, VERL, OPENRLHF, TRL)
 READERS: dict[str, Target] = {**TARGETS, **{framework.name: framework for framework in _RECIPES}}
 
 

@@ -56,7 +56,7 @@ _QUANTIZED = {"": "bf16", "int8": "int8", "int8w": "int8", "fp8": "fp8", "fp8_fu
               "fp8_nanoo": "fp8", "nanoo_fp8": "fp8", "te_fp8_delayedscaling": "fp8-delayed", "te_nvfp4": "nvfp4",
               "te_fp8_currentscaling": "fp8", "te_mxfp8": "mxfp8", "te_noquant": "bf16"}  # fmt: skip
 _CONTEXT = {"all_gather": "all-gather", "ring": "ring", "ulysses": "ulysses"}
-_MODELS = {"deepseek3-671b": "deepseek-v3", "deepseek3-671b-2dfsdp": "deepseek-v3", "deepseek2-16b": "deepseek-v2-lite",
+MODELS = {"deepseek3-671b": "deepseek-v3", "deepseek3-671b-2dfsdp": "deepseek-v3", "deepseek2-16b": "deepseek-v2-lite",
            "deepseek3-671b-batchsplit": "deepseek-v3", "deepseek2-236b": "deepseek-v2", "kimi-k2-1t": "kimi-k2",
            "qwen3-480b-a35b": "qwen3-coder-480b-a35b"}  # fmt: skip
 # The batch is split over all of these.
@@ -130,7 +130,7 @@ _ACTIVATIONS = {("silu", "linear"): "swiglu", ("sigmoid", "linear"): "swiglu", (
 def _read_model(reading: Reading, fields: dict[str, Any]) -> None:
     named = reading.text("model_name", reading.text("student_overrides.model_name", "default"))
     if named != "default":
-        recipes.read_model_called(reading, fields, "model_name", _MODELS.get(named, named))
+        recipes.read_model_called(reading, fields, "model_name", MODELS.get(named, named))
         return
     block = reading.text("decoder_block", "llama2")
     if reading.model is None and block not in _MODEL_BLOCKS:
@@ -201,6 +201,8 @@ def _read_layout(reading: Reading, fields: dict[str, Any]) -> None:
     between = {axis: reading.integer(f"dcn_{axis}_parallelism", -1 if axis == "data" else 1) for axis in _AXES}
     slices = reading.integer("num_slices", -1)
     slices = max(1, slices if slices > 0 else reading.integer("compile_topology_num_slices", -1))
+    if reading.text("hardware", "tpu").startswith("gpu") and reading.cluster is not None:
+        slices = max(slices, reading.cluster.nodes)  # of GPUs a node is a slice
     devices = _devices(reading, slices)
     if devices is None and -1 not in inside.values():
         between = {axis: 1 if size == -1 else size for axis, size in between.items()}

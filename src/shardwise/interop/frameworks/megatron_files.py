@@ -86,14 +86,24 @@ def _command_of_settings(tree: Any, names: Names) -> str:
         part for part in (tree.get("language_model"), tree.get("model_parallel"), tree) if isinstance(part, Mapping)
     )
     settings = {str(name): value for part in parts for name, value in part.items()}
+    return command_of_settings(settings, names)[0]
+
+
+def command_of_settings(settings: Mapping[str, Any], names: Names) -> tuple[str, list[str]]:
+    """The command line that says the same as settings by the names that options have inside, and those of no option."""
     lines: dict[str, list[str]] = {}
+    unknown = []
     for name, value in settings.items():
         option = _RENAMED.get(name, "--" + name.replace("_", "-"))
         if isinstance(value, (str, bool)) and (name, value) in _WORDS:
             lines[_WORDS[name, value]] = []
-        elif option in names and value not in (None, False, ""):
-            lines[option] = argument_words(value)
-    return "\n".join(shlex.join([option, *words]) for option, words in lines.items())
+        elif option not in names:
+            unknown.append(name)
+        elif value is None or value is False or value in ("", {}) or (option in names.switches and value == 0):
+            continue
+        else:
+            lines[option] = [] if option in names.switches else argument_words(value)
+    return "\n".join(shlex.join([option, *words]) for option, words in lines.items()), unknown
 
 
 def argument_words(value: object) -> list[str]:
