@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import importlib
 import os
 import shutil
@@ -53,6 +54,10 @@ The exit status is 0; 1 if a job does not fit its devices or a check fails; 2 fo
 """
 
 
+# Modules and prices are many objects and no garbage: looking for cycles among them as often as Python does by itself
+# would be a thirtieth of what `analyze` takes. Training collects between its steps.
+_OBJECTS_BETWEEN_COLLECTIONS = 50_000
+
 # Errors of paths that a user may have named, reported in a line; other OSErrors may be our bugs, and keep their trace.
 _REFUSED = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
@@ -60,6 +65,7 @@ _REFUSED = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EN
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command; the exit status is 0, 1 if a job does not fit or a check fails, 2 for bad input."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
     with piped_streams(sys.stdout, sys.stderr):
         try:
             status = _run(arguments)

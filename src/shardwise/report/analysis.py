@@ -7,14 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cost.analysis import Analysis
-from shardwise.cost.campaign import Campaign, StorageCost
 from shardwise.cost.compute.flops import CONVENTIONS
 from shardwise.cost.step.simulation import COMMUNICATION, STEP_PARTS
 from shardwise.cost.step.verdict import Change
 from shardwise.cost.traffic.data import GradientTime
 from shardwise.cost.traffic.traffic import Traffic
-from shardwise.interop.edits import setting_words
-from shardwise.layout.mesh import RankPlace
 from shardwise.planner.advice.assessment import Assessment
 from shardwise.planner.candidate import change_words, degree_words, less_communication_words
 from shardwise.report.console import bar, picked, plain, spoken, table, table_of
@@ -36,7 +33,9 @@ from shardwise.spec.units import (
 )
 
 if TYPE_CHECKING:
+    from shardwise.cost.campaign import Campaign, StorageCost
     from shardwise.cost.step.scaling import DimensionOnNetwork, PricedTopology, ScalingRow
+    from shardwise.layout.mesh import RankPlace
     from shardwise.planner.advice.file_changes import FileAdvice, FileChange
 
 _FITS = {"fits": "yes", "tight": "tight", "does not fit": "no"}
@@ -98,6 +97,8 @@ def _asked(assessment: Assessment) -> Iterator[Piece | str]:
 
 def _advice_table(advice: FileAdvice) -> FittedTable | str:
     """What to change in a file, each change on top of those above it."""
+    from shardwise.interop.edits import setting_words
+
     if not advice.changes:
         return f"What to change in {advice.file}: no setting that is known here makes the step 1% shorter and fits."
     columns: dict[str, Callable[[FileChange], str]] = {

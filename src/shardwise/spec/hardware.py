@@ -94,6 +94,10 @@ class Device(Spec):
         """Bytes that a process can have, its driver context and library buffers included."""
         return self.memory - self.driver_memory
 
+    def __hash__(self) -> int:
+        """Of the name alone, as prices look a device up thousands of times."""
+        return hash(self.name)
+
     def check(self) -> None:
         if not self.peak:
             raise SpecError("peak", "names no data type", "give at least one, such as {bf16: 100TFLOPS}")

@@ -232,6 +232,10 @@ class Model(Spec):
     source: str = ""
     """Where the shape is published."""
 
+    def __hash__(self) -> int:
+        """Of what mostly distinguishes models, as prices look one up thousands of times."""
+        return hash((self.layers, self.hidden, self.ffn))
+
     def check(self) -> None:
         kv_heads = self.kv_heads or self.heads
         if self.heads % kv_heads:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from shardwise.collectives.arrays import maximum, select
@@ -24,11 +25,14 @@ from shardwise.cost.memory.states import rank_state_bytes, updated_parameters
 from shardwise.layout.sharding import Sharding, last_weights_stay, updates_on_device
 from shardwise.layout.stages import RankContents, layers_of_kind
 from shardwise.spec.efficiency import by_layer
-from shardwise.spec.hardware import UPDATE_BYTES
+from shardwise.spec.fine_tuning import Tuning
+from shardwise.spec.hardware import UPDATE_BYTES, Device
 from shardwise.spec.job import Job
 from shardwise.spec.layers import LayerRecord
+from shardwise.spec.model import Model
 from shardwise.spec.parameters import trained_parameters
-from shardwise.spec.training import OPTIMIZERS
+from shardwise.spec.stack import Stack
+from shardwise.spec.training import OPTIMIZERS, Recipe
 
 
 @dataclass(frozen=True)
@@ -96,20 +100,43 @@ def seconds_by_kind(job: Job, contents: RankContents) -> dict[OperatorKind, floa
 
 def timed_operators(job: Job, contents: RankContents) -> Iterator[tuple[Operator, Seconds]]:
     """The operators of one layer of every kind that a pipeline rank has, and of its end of the model."""
-    shape, seconds_of = layer_shape(job), _timed(job)
+    slower = slowdown(job)
     for kind, _ in contents.held:
-        operators = layer_operators(job.model, shape, kind, job.training.tuning)
-        yield from ((operator, seconds_of(operator)) for operator in operators)
+        yield from timed_layer(job, kind, slower)
     yield from _ends(job, contents)
+
+
+def timed_layer(job: Job, kind: LayerRecord, slower: float = 1.0) -> tuple[tuple[Operator, Seconds], ...]:
+    """The operators of one layer; matmuls and attention take ``slower`` times as long as at full clock."""
+    device, training = job.cluster.device, job.training
+    return _timed_layer(
+        job.model, layer_shape(job), kind, training.tuning, device, training.recipe, job.running_stack, slower
+    )
+
+
+@lru_cache(maxsize=4096)
+def _timed_layer(
+    model: Model,
+    shape: LayerShape,
+    kind: LayerRecord,
+    tuning: Tuning,
+    device: Device,
+    recipe: Recipe,
+    stack: Stack,
+    slower: float,
+) -> tuple[tuple[Operator, Seconds], ...]:
+    """Computed once for all modes of recompute and all that reads a layer's seconds."""
+    operators = layer_operators(model, shape, kind, tuning)
+    return tuple((operator, operator_seconds(operator, device, recipe, stack, slower)) for operator in operators)
 
 
 def _layers(job: Job, contents: RankContents, full_share: float) -> Iterator[tuple[Operator, Seconds, float]]:
     """Operators of the layers, both their passes, and what recompute repeats of the forward pass."""
-    shape, seconds_of = layer_shape(job), _timed(job)
+    slower = slowdown(job)
     for kind, count in contents.held:
         whole, repeated, kernels, kernels_repeated = Seconds(), 0.0, 0, 0.0
-        for operator in layer_operators(job.model, shape, kind, job.training.tuning):
-            seconds, again = seconds_of(operator), share_run_again(job, operator, full_share)
+        for operator, seconds in timed_layer(job, kind, slower):
+            again = share_run_again(job, operator, full_share)
             whole, kernels = whole + seconds, kernels + operator.kernels
             repeated += again * seconds.forward
             kernels_repeated += again * operator.kernels
@@ -182,15 +209,10 @@ _HOOKS_OF_A_LAYER = 6.7e-3
 
 def _ends(job: Job, contents: RankContents) -> Iterator[tuple[Operator, Seconds]]:
     if contents.has_head:
-        seconds_of = _timed(job)
+        device, recipe, stack = job.cluster.device, job.training.recipe, job.running_stack
+        slower = slowdown(job)
         for operator in ends_operators(job.model, _head_shape(job, layer_shape(job)), job.training.tuning):
-            yield operator, seconds_of(operator)
-
-
-def _timed(job: Job) -> Callable[[Operator], Seconds]:
-    device, recipe, stack = job.cluster.device, job.training.recipe, job.running_stack
-    slower = slowdown(job)
-    return lambda operator: operator_seconds(operator, device, recipe, stack, slower)
+            yield operator, operator_seconds(operator, device, recipe, stack, slower)
 
 
 def slowdown(job: Job) -> float:

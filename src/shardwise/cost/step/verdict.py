@@ -6,6 +6,7 @@ Less communication between data-parallel ranks is only a hint, since it changes 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from shardwise.spec.errors import SpecError
 from shardwise.spec.job import Job
 from shardwise.spec.less_communication import Compression, Synchronise
 from shardwise.spec.strategy import Offload, Strategy
-from shardwise.spec.support import verdict
+from shardwise.spec.support import Verdict, verdict
 
 EXPOSED_LIMIT = 0.30
 WORTH_A_CHANGE = 0.01  # of the predicted step
@@ -104,23 +105,21 @@ def fitting_change(job: Job, allowed: tuple[str, ...] = ("fits",)) -> Change | N
 
     It adds nothing to the job that the engine does not support.
     """
-    candidates = []
+    now, timed = verdict(job), []
     for neighbour in neighbours(job):
-        try:
-            if _as_runnable(job, neighbour) and fit_of(neighbour) in allowed:
-                candidates.append((predict(neighbour).step_seconds / neighbour.tokens_per_step, neighbour))
-        except SpecError:  # a group would cut across the network
-            continue
-    if not candidates:
-        return None
-    _, best = min(candidates, key=lambda candidate: candidate[0])
-    priced = analyze(best)
-    return Change(best, priced.predicted_seconds, priced.exposed_share, peak_memory(best))
+        with suppress(SpecError):  # a group would cut across the network
+            if _as_runnable(job, now, verdict(neighbour)):
+                timed.append((predict(neighbour).step_seconds / neighbour.tokens_per_step, neighbour))
+    timed.sort(key=lambda candidate: candidate[0])
+    for _, neighbour in timed:  # the memory of slower ones does not matter
+        if fit_of(neighbour) in allowed:
+            priced = analyze(neighbour)
+            return Change(neighbour, priced.predicted_seconds, priced.exposed_share, peak_memory(neighbour))
+    return None
 
 
-def _as_runnable(job: Job, neighbour: Job) -> bool:
-    """Whether our engine runs ``neighbour`` as it runs ``job``; on our own stack, with nothing further unsupported."""
-    now, then = verdict(job), verdict(neighbour)
+def _as_runnable(job: Job, now: Verdict, then: Verdict) -> bool:
+    """Whether our engine runs a neighbour as it runs ``job``; on our own stack, with nothing further unsupported."""
     lacked = {finding.techniques for finding in now.findings}
     return now.status == then.status and not (
         job.stack.is_own and any(finding.techniques not in lacked for finding in then.findings)

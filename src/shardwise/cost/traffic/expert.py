@@ -15,9 +15,8 @@ from typing import Any
 from shardwise.collectives import CollectiveCost, CollectiveKind, Topology
 from shardwise.collectives.arrays import minimum
 from shardwise.collectives.work import Work, settle
-from shardwise.cost.compute.operators import OperatorRole, gradient_share, layer_operators, run_again_share
-from shardwise.cost.compute.roofline import operator_seconds
-from shardwise.cost.step.stage_time import layer_shape
+from shardwise.cost.compute.operators import OperatorRole, gradient_share, run_again_share
+from shardwise.cost.step.stage_time import timed_layer
 from shardwise.cost.traffic.traffic import Traffic, Window, in_passes, priced
 from shardwise.layout.groups import expected_destinations, expert_runs
 from shardwise.layout.network import level_names, spanned
@@ -88,11 +87,9 @@ def _share_beside_chunks(job: Job, kind: LayerRecord, traffic: Traffic) -> float
 
 def _experts_seconds(job: Job, kind: LayerRecord, which: Pass) -> tuple[float, float]:
     """The matmuls of a layer's routed experts, and of its shared expert, for one microbatch."""
-    device, recipe, stack = job.cluster.device, job.training.recipe, job.running_stack
     by_role = {OperatorRole.EXPERTS: 0.0, OperatorRole.MLP: 0.0}
-    for operator in layer_operators(job.model, layer_shape(job), kind, job.training.tuning):
+    for operator, seconds in timed_layer(job, kind):
         if operator.role in by_role:
-            seconds = operator_seconds(operator, device, recipe, stack)
             by_role[operator.role] += float(seconds.forward if which == "forward" else seconds.backward)
     return by_role[OperatorRole.EXPERTS], by_role[OperatorRole.MLP]
 

@@ -16,13 +16,12 @@ from typing import Literal
 from shardwise.collectives import CollectiveKind, Topology
 from shardwise.cost.compute.operators import (
     gradient_share,
-    layer_operators,
     outputs_left_out,
     run_again_share,
     weighted_outputs_left_out,
 )
-from shardwise.cost.compute.roofline import Seconds, operator_seconds
-from shardwise.cost.step.stage_time import layer_shape
+from shardwise.cost.compute.roofline import Seconds
+from shardwise.cost.step.stage_time import timed_layer
 from shardwise.cost.traffic.traffic import Traffic, Window, in_passes, priced
 from shardwise.layout.groups import expected_destinations, expert_tensor_runs, group_runs
 from shardwise.layout.network import spanned
@@ -265,14 +264,12 @@ class _Products:
     """Seconds of the split matmuls of a rank's layers, by how they are split."""
 
     def __init__(self, job: Job, contents: RankContents) -> None:
-        device, recipe, shape = job.cluster.device, job.training.recipe, layer_shape(job)
-        stack = job.running_stack
         self._layers: list[dict[Split, list[Seconds]]] = []
         for kind, count in contents.kinds:
             by_split: dict[Split, list[Seconds]] = {"column": [], "row": []}
-            for operator in layer_operators(job.model, shape, kind, job.training.tuning) if count else ():
+            for operator, seconds in timed_layer(job, kind) if count else ():
                 if operator.split != "none":
-                    by_split[operator.split].append(operator_seconds(operator, device, recipe, stack))
+                    by_split[operator.split].append(seconds)
             self._layers.append(by_split)
 
     def share_beside(self, line: _Line, seconds: float) -> float:

@@ -12,7 +12,6 @@ from shardwise.cost.memory.room import fit_of
 from shardwise.cost.step.prediction import predict
 from shardwise.cost.step.verdict import Bottleneck, Change, best_change, bottleneck, fitting_change, neighbours
 from shardwise.cost.traffic.data import GradientTime, gradient_times
-from shardwise.layout.mesh import RankPlace, rank_places
 from shardwise.layout.views import is_unlike
 from shardwise.planner.automatic import KINDS, smallest_offload
 from shardwise.planner.candidate import change_words, strategy_words
@@ -26,6 +25,7 @@ from shardwise.uncertainty.residuals import ErrorBar, error_bar
 if TYPE_CHECKING:
     from shardwise.cost.memory.timeline import MemoryOverTime
     from shardwise.cost.step.scaling import PricedTopology, ScalingRow
+    from shardwise.layout.mesh import RankPlace
     from shardwise.planner.advice.file_changes import FileAdvice
     from shardwise.planner.plan import Plan
 
@@ -190,6 +190,11 @@ def assess(
         from shardwise.cost.memory.timeline import memory_over_time
 
         memory = memory_over_time(job)
+    places: list[RankPlace] | None = None
+    if ranks:
+        from shardwise.layout.mesh import rank_places
+
+        places = rank_places(job)
     scaled: dict[str, list[ScalingRow]] | None = None
     compared: tuple[PricedTopology, ...] | None = None
     if scaling or topologies:
@@ -207,7 +212,7 @@ def assess(
         StorageUse(checkpoint_bytes(analysis), data_rate(analysis), tuple(storage_costs(analysis))),
         campaign,
         scaled,
-        rank_places(job) if ranks else None,
+        places,
         memory,
         compared,
     )
