@@ -318,11 +318,28 @@ def test_a_link_that_makes_no_sense_says_so(browser: Browser, served: Served) ->
 
 
 @pytest.mark.slow
+def test_a_layout_that_another_model_refuses_is_adapted_and_undone(
+    page: Page, picture: Callable[[Page, str], None]
+) -> None:
+    changed(page, lambda: typed(page, "model", "gpt2"))
+    told = page.wait_for("!document.querySelector('#adapted').hidden && document.querySelector('#adapted').textContent")
+    assert "8 does not divide 12 query heads: " in told and "tp 8 → 4" in told
+    assert not page.evaluate("document.body.classList.contains('stale')")
+    assert state(page)["model"] == "gpt2" and state(page)["tp"] == 4
+    assert_shows(page, state(page))
+    picture(page, "adapted")
+    changed(page, lambda: page.click("#adapted button"))
+    assert state(page) == FIRST and page.evaluate("document.querySelector('#adapted').hidden")
+    page.problems[:] = [one for one in page.problems if "422" not in one]
+
+
+@pytest.mark.slow
 def test_what_cannot_run_is_searched_or_reset(page: Page) -> None:
-    """Another model, for which the layout is impossible: the search and the reset are of what is on the page."""
+    """Another model, for which no layout is near: the search and the reset are of what is on the page."""
     # A search of one that is never over: a quick one could end before the page is told to stop it.
     endless = "new Promise((_, stop) => told[1].signal.onabort = () => stop(new DOMException('', 'AbortError')))"
-    instead = f"told[0] === '/api/plan' ? {endless} : real(...told)"
+    far = "Promise.resolve(new Response('{\"set\": null}'))"
+    instead = f"told[0] === '/api/plan' ? {endless} : told[0] === '/api/adapt' ? {far} : real(...told)"
     noted = f"window.fetch = (...told) => {{ asked.push(told); return {instead}; }}"
     page.evaluate(f"window.asked = []; const real = fetch; {noted}; 0")
     changed(page, lambda: typed(page, "model", "gpt2"))

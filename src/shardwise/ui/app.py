@@ -25,6 +25,7 @@ from shardwise.api.analysis import analyze
 from shardwise.launch.loopback import Refusal, refusal
 from shardwise.report.html import asset as report_asset
 from shardwise.spec.errors import SpecError, shown
+from shardwise.ui.adapting import adapted
 from shardwise.ui.answer import advice, answer, compare, exported, published, timeline, trace
 from shardwise.ui.children import TICK, Children, Event
 from shardwise.ui.choices import catalogue
@@ -77,6 +78,7 @@ def analysis(given: Mapping[str, Any]) -> Any:
 # Every answer to a posted job, by its address.
 ANSWERS: dict[str, Answer] = {
     "answer": answer,
+    "adapt": adapted,
     "analyze": analysis,
     "timeline": timeline,
     "advice": advice,

@@ -4,8 +4,8 @@ import { clearProblem, prepare, showChoices, showJob, showMachine, showProblem }
 import { byId, copy, el } from "./dom.js";
 import { preparePaste, showOrigin } from "./paste.js";
 import { panels } from "./panels.js";
-import { catalogue, latest } from "./server.js";
-import { change, follow, state, take } from "./state.js";
+import { ask, catalogue, latest } from "./server.js";
+import { asked, change, follow, replace, settle, state, take } from "./state.js";
 import { prepareTheme } from "./theme.js";
 import { showAdvice, showVerdict } from "./verdict.js";
 
@@ -32,7 +32,20 @@ function show(data, since) {
   }, 60);
 }
 
-function fail(error) {
+/** A layout that the model or the cluster refuses gives way to the nearest that suits them; only else is it an error. */
+async function fail(error) {
+  const job = state();
+  const { before, names } = asked();
+  const near = error.field === "server" ? null : await ask("adapt", { job, keep: names }).catch(() => null);
+  if (job !== state()) return;
+  if (!near?.set) return refuse(error);
+  settle(near.set);
+  const undo = el("button", { type: "button", class: "link", onclick: () => replace(before) }, "Undo");
+  byId("adapted").replaceChildren(`The layout was adapted: ${near.words}`, ...(before ? [" ", undo] : []));
+  byId("adapted").hidden = false;
+}
+
+function refuse(error) {
   document.body.classList.add("stale");
   if (document.body.classList.contains("unpriced")) byId("sentence").textContent = "This job cannot be priced: change it, reset the layout, or find the best one";
   byId("advice").hidden = true;
@@ -51,6 +64,7 @@ const askAdvice = latest("advice", (data) => showAdvice(data, change), () => { b
 
 follow((job) => {
   delete document.documentElement.dataset.refused;
+  byId("adapted").hidden = true;
   showJob(job);
   showOrigin();
   askAnswer(job);

@@ -2,7 +2,8 @@
 
 import { el } from "./dom.js";
 
-// A chart is drawn when it comes near the window: what nobody sees does not delay what is seen.
+// A chart is drawn when it comes near the window, or when nothing else is to be done: what nobody sees does not delay
+// what is seen, and a page that is printed or saved has it all the same.
 const waiting = new Map();
 const watch = new IntersectionObserver(
   (seen) => {
@@ -17,12 +18,16 @@ const near = new WeakMap();
 
 function whenNear(plot, drawing) {
   const now = () => {
+    if (waiting.get(plot) !== now) return;
     waiting.delete(plot);
     drawing();
   };
+  waiting.set(plot, now);
   if (near.get(plot)) now();
-  else waiting.set(plot, now);
+  else idle(now);
 }
+
+const idle = (done) => (window.requestIdleCallback ? requestIdleCallback(done, { timeout: 1000 }) : setTimeout(done, 200));
 
 function ended(table, atRow) {
   if (!atRow) return table;

@@ -1,6 +1,7 @@
 // The job on the page: keywords of the Python API, kept in the address after #, so that a link is the job.
 
 let keywords = {};
+let before = null; // the job that the last change was made to; null where the job came with the address
 let source = null; // the file that the job was read from, and the notes on it
 let kept = null; // the job that is pinned, to compare
 let keptSource = null;
@@ -25,9 +26,24 @@ export function change(set) {
 
 /** Another job, of the same file unless one is given; each is an entry of the browser's history: Back is undo. */
 export function replace(next, from = source) {
+  before = keywords;
   keywords = next;
   source = from;
   remember();
+  for (const follower of followers) follower(keywords);
+}
+
+/** The job that the last change was made to, or null, and the keywords that it changed. */
+export const asked = () => ({
+  before,
+  names: before === null ? [] : Object.keys({ ...before, ...keywords }).filter((name) => JSON.stringify(before[name]) !== JSON.stringify(keywords[name])),
+});
+
+/** Completes the last change by what has to follow from it: one entry of the history for both. */
+export function settle(set) {
+  const next = Object.fromEntries(Object.entries({ ...keywords, ...set }).filter(([, value]) => value !== null));
+  keywords = next;
+  history.replaceState(history.state, "", address());
   for (const follower of followers) follower(keywords);
 }
 
@@ -55,12 +71,12 @@ export function forget() {
 
 /** The address has the job; what was said of its file goes along in the history of this tab. */
 function remember() {
-  const beside = kept ? `&pin=${encodeURIComponent(written(kept))}` : "";
-  const address = `#${written(keywords)}${beside}`;
   const said = { source, keptSource };
-  if (address !== location.hash) history.pushState(said, "", address);
-  else history.replaceState(said, "", address);
+  if (address() !== location.hash) history.pushState(said, "", address());
+  else history.replaceState(said, "", address());
 }
+
+const address = () => `#${written(keywords)}${kept ? `&pin=${encodeURIComponent(written(kept))}` : ""}`;
 
 /** Takes the job of the address, or this one where it names none. */
 export function take(otherwise) {
@@ -69,7 +85,7 @@ export function take(otherwise) {
   kept = typeof beside === "string" ? read(beside) : null;
   source = history.state?.source ?? null;
   keptSource = history.state?.keptSource ?? null;
-  keywords = job;
+  [before, keywords] = [null, job];
   for (const follower of followers) follower(keywords);
 }
 
