@@ -170,7 +170,9 @@ def test_nothing_in_a_script_is_run_and_a_hostile_one_is_a_line(tmp_path: Path) 
         "$((1/0))", "train.py", "--config", "sft.yaml", "configs/ax.yml", "/etc/passwd", "../../../etc/passwd", "a=b=c",
         "eval", "bash -c '", "'", '"', "<<EOF",
         "\n", ";", "axolotl train", "x.yml", "--hostfile", "\0", "#SBATCH --nodes=999999999999", "${X:-${Y:-$X}}",
-        "--include", "@:@,", "-m", "llamafactory-cli", "[[", "{1..9}", "é" * 50, "deepspeed", "sbatch launch.sh",
+        "--include", "@:@,", "-d", "--hostfile=",
+        "--config", "--config-name", "=", "-n", "-N", "srun", "mpirun", "read",
+        "-m", "llamafactory-cli", "[[", "{1..9}", "é" * 50, "deepspeed", "sbatch launch.sh",
     ]  # fmt: skip
     drawn = random.Random(7)
     for name, text in FILES.items():

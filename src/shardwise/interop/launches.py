@@ -107,7 +107,7 @@ def _read(
     if "config_name" in options:  # Hydra's
         folder = "".join(f"{path}/" for path in options.get("config_path", ()))
         files += [f"{folder}{name.removesuffix('.yaml')}.yaml" for name in options["config_name"]]
-    folder, *named = options.get("d", [""])  # of GPT-NeoX: a folder and files in it
+    folder, *named = options.get("d") or [""]  # of GPT-NeoX: a folder and files in it
     files += [f"{folder}/{name}" for name in named]
     files += [word for word in plain if _CONFIGURATION.fullmatch(word)]
     taken = {*_NAMED, "config_name", "config_path", "d", *_SIZES}

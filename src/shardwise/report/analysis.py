@@ -80,7 +80,7 @@ def _answer(assessment: Assessment) -> Iterator[Piece | str]:
 def _asked(assessment: Assessment) -> Iterator[Piece | str]:
     """What only some flags ask for."""
     if assessment.advice is not None:
-        yield _advice_table(assessment.advice)
+        yield _advice_table(assessment.advice, assessment.analysis.fits)
     if assessment.campaign is not None:
         yield from campaign_pieces(assessment.campaign)
     for kind, rows in (assessment.scaling or {}).items():
@@ -95,12 +95,13 @@ def _asked(assessment: Assessment) -> Iterator[Piece | str]:
         yield memory_table(assessment.memory_over_time)
 
 
-def _advice_table(advice: FileAdvice) -> FittedTable | str:
+def _advice_table(advice: FileAdvice, fits: bool) -> FittedTable | str:
     """What to change in a file, each change on top of those above it."""
     from shardwise.interop.edits import setting_words
 
     if not advice.changes:
-        return f"What to change in {advice.file}: no setting that is known here makes the step 1% shorter and fits."
+        helps = "makes the step 1% shorter and fits" if fits else "takes less memory"
+        return f"What to change in {advice.file}: no change of its settings that is tried here {helps}."
     columns: dict[str, Callable[[FileChange], str]] = {
         "setting": lambda change: "; ".join(map(setting_words, *zip(*change.settings.items()))),
         "memory": lambda change: " → ".join(readable_bytes(job.memory_bytes) for job in (change.before, change.after)),

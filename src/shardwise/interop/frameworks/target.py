@@ -257,6 +257,7 @@ def _reader(path: str) -> Callable[[Reading, str], Any]:
 
 Why = str | Callable[[Job], str]
 _MOST_EDITED = 4  # keys of one change
+_FACTORS = tuple(Fraction(factor) for factor in ("2", "4", "8", "1/2", "1/4", "1/8"))  # of a microbatch
 
 
 @dataclass(frozen=True)
@@ -342,7 +343,7 @@ class Target:
         yield from (move.settings for move in self.moves if move.when(job))
         size = Fraction(str(own.get(self.microbatch_key, job.strategy.microbatch)))
         times = Fraction(str(own.get(self.accumulation_key, job.microbatches)))
-        for factor in (Fraction(2), Fraction(1, 2)) if self.microbatch_key else ():
+        for factor in _FACTORS if self.microbatch_key else ():
             accumulated = {self.accumulation_key: times / factor} if self.accumulation_key else {}
             counts = {self.microbatch_key: size * factor, **accumulated}
             if all(count.denominator == 1 for count in counts.values()):
