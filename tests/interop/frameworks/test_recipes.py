@@ -306,7 +306,7 @@ CHANGES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
      {"training.precision": "fp8", "strategy.microbatch": 4}),
     ("primus", {"modules.pre_trainer": {"framework": "maxtext", "model": "llama3_8B.yaml", "overrides": {
         "per_device_batch_size": 3}}}, {"stack.base": "maxtext", "strategy.microbatch": 3}),
-    ("megatron-bridge", {}, {"strategy.tp": 2, "training.global_batch": 64, "training.precision": "bf16",
+    ("megatron-bridge", {}, {"strategy.tp": 2, "training.global_batch": 64, "training.precision": "bf16-fp32-grads",
                              "training.seq": 4096, "strategy.zero": 1}),
     ("openrlhf", {}, {"training.global_batch": 256, "strategy.microbatch": 2, "strategy.zero": 2,
                       "strategy.recompute": "full", "strategy.overlap.dp": False, "stack.loss": "plain"}),
@@ -434,6 +434,22 @@ def test_every_setting_is_read_named_or_known_to_change_no_price(name: str) -> N
 def test_a_setting_that_nobody_knows_is_a_note(name: str) -> None:
     notes = imported(name, {"some_plugin_depth": 3}).notes
     assert any(note.startswith("some_plugin_depth is not a setting of") for note in notes), notes
+
+
+def test_a_script_of_megatron_deepspeed_is_the_job_that_it_says() -> None:
+    """BLOOM 176B (bigscience-workshop/bigscience, train/tr11-176B-ml/tr11-176B-ml.slurm)."""
+    script = """
+python -u -m torch.distributed.launch --nnodes 48 --nproc_per_node 8 Megatron-DeepSpeed/pretrain_gpt.py \\
+    --tensor-model-parallel-size 4 --pipeline-model-parallel-size 12 \\
+    --pp-partition-method 'type:transformer|embedding' \\
+    --num-layers 70 --hidden-size 14336 --num-attention-heads 112 --seq-length 2048 --max-position-embeddings 2048 \\
+    --micro-batch-size 2 --global-batch-size 2048 --bf16 --embed-layernorm --pad-vocab-size-to 250880 \\
+    --position-embedding-type alibi --checkpoint-activations --deepspeed --zero-stage 0 --data-path $DATA
+"""
+    job = READERS["megatron"].read(script, None, EIGHT.with_devices(384)).job(EIGHT.with_devices(384))
+    assert parameter_count(job.model) == 176_247_271_424  # the model card of bigscience/bloom
+    assert (job.strategy.tp, job.strategy.pp, job.strategy.dp, job.strategy.zero) == (4, 12, 8, 0)
+    assert job.strategy.stage_layers == (5, *(6,) * 10, 5) and job.training.attention == "unfused"
 
 
 @pytest.mark.parametrize("inner", ["megatron", "torchtitan", "maxtext"])

@@ -234,7 +234,7 @@ def command_words(text: str, what: str) -> list[str]:
 def _command_value(name: str, values: list[str], names: Names) -> Any:
     if name in names.switches:
         return True
-    if not values and name in names:
+    if not values and name in names and not names.ignores(name):
         raise SpecError(name, "has no value", "write one after it")
     return values[0] if len(values) == 1 else values
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from shardwise.interop.frameworks import megatron_model, training_values
+from shardwise.interop.frameworks import megatron_deepspeed, megatron_model, training_values
 from shardwise.interop.frameworks.documents import Settings
 from shardwise.interop.frameworks.job_fields import Imported, with_schedule
 from shardwise.interop.frameworks.megatron_files import ARGUMENTS
@@ -64,11 +64,12 @@ def compose_recompute(job: Job) -> Settings:
 
 
 _CHECKPOINTING = ("--checkpoint-activations", "--deepspeed-activation-checkpointing")  # of Megatron-DeepSpeed: layers
+_OLD_CHECKPOINTING = "--activations-checkpoint-method"  # of 2021 and 2022
 
 
 def interpret_recompute(reading: Reading, fields: dict[str, Any]) -> None:
     kind = "selective" if reading.flag("--recompute-activations") else "none"
-    if True in list(map(reading.flag, _CHECKPOINTING)):
+    if True in list(map(reading.flag, _CHECKPOINTING)) or reading.text(_OLD_CHECKPOINTING) is not None:
         kind = "full"
     kind = reading.choice("--recompute-granularity", ("full", "selective"), kind)
     if kind == "full" and reading.text("--recompute-method") == "block":
@@ -131,6 +132,7 @@ def interpret(reading: Reading, fields: dict[str, Any]) -> None:
     fields["training.precision"] = _read_precision(reading)
     _read_optimizer(reading, fields)
     _read_sharding(reading, fields)
+    megatron_deepspeed.interpret(reading, fields)
     _read_pipeline(reading, fields, layers)
     megatron_model.interpret_stack(reading, fields)
     interpret_recompute(reading, fields)
@@ -208,8 +210,6 @@ def _read_optimizer(reading: Reading, fields: dict[str, Any]) -> None:
 def _read_sharding(reading: Reading, fields: dict[str, Any]) -> None:
     if reading.flag("--use-distributed-optimizer"):
         fields["strategy.zero"] = 1
-    if reading.flag("--deepspeed"):  # Megatron-DeepSpeed
-        fields["strategy.zero"] = reading.zero("--zero-stage", 3, 1)
     if reading.flag("--use-megatron-fsdp"):
         fields["strategy.zero"] = reading.choice("--data-parallel-sharding-strategy", SHARDED, 0)
         fields["strategy.accumulate"] = "sharded"  # after every microbatch, in a pipeline too

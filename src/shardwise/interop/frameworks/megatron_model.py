@@ -100,7 +100,8 @@ def _read_scaling(reading: Reading, latent: bool) -> dict[str, Any]:
 
 # -- dimensions and switches -------------------------------------------------------------------------
 
-_POSITIONS = {"learned_absolute": "learned", "rope": "rope", "none": "none"}
+_POSITIONS = {"learned_absolute": "learned", "rope": "rope", "none": "none", "alibi": "none", "absolute": "learned",
+              "rotary": "rope"}  # fmt: skip
 _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 _LATENT: Table = {
     "kv_rank": ("--kv-lora-rank", 32), "nope_dim": ("--qk-head-dim", 128), "rope_dim": ("--qk-pos-emb-head-dim", 64),
