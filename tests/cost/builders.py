@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from shardwise.cost.analysis import Analysis
@@ -57,6 +58,26 @@ MLA_MOE = Model.from_dict(
         "mtp_layers": 1,
     }
 )
+
+
+MIXED = Model.from_dict(  # windows, chunks of attention without rotary positions, delta nets, mixtures
+    {
+        **LLAMA.to_dict(),
+        "attention_gate": True,
+        "sliding_window": 48,
+        "attention_chunk": 32,
+        "delta": {"key_heads": 8, "value_heads": 16, "key_dim": 8, "value_dim": 12},
+        "moe": {"experts": 16, "top_k": 4, "ffn": 32, "shared_ffn": 64},
+        "pattern": [
+            {"mixer": "delta"},
+            {"mixer": "window"},
+            {"mixer": "delta", "feed_forward": "mixture", "repeat": 2},
+            {"mixer": "chunk", "rotary": False, "feed_forward": "mixture"},
+            {},
+        ],
+    }
+)
+WINDOWS = replace(LLAMA, sliding_window=48, sliding_window_every=3)
 
 
 def preset(name: str) -> Model:

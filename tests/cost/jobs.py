@@ -1,4 +1,4 @@
-"""Random valid jobs for property tests: dense and mixture models on switches, several levels and tori."""
+"""Random valid jobs for property tests: models of equal and of unlike layers on switches, several levels and tori."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from cost.builders import GPT, LLAMA, MLA_MOE, MOE, switched
+from cost.builders import GPT, LLAMA, MIXED, MLA_MOE, MOE, WINDOWS, switched
 from shardwise.cost.analysis import analyze
 from shardwise.spec.clusters import cluster_from
 from shardwise.spec.errors import SpecError
@@ -20,7 +20,7 @@ from shardwise.spec.training import Training
 
 SCHEDULES = job_schedules()
 
-MODELS = (GPT, LLAMA, MOE, MLA_MOE)
+MODELS = (GPT, LLAMA, MOE, MLA_MOE, WINDOWS, MIXED)
 OFFLOADS = (Offload(), Offload(), Offload(optimizer=1), Offload(activations=0.5), Offload(weights=1, gradients=1))
 COMPRESSIONS = (Compression(), Compression(), *(Compression(method=one) for one in ("int8", "1bit", "powersgd")))
 MEETINGS = (Synchronise(), Synchronise(), *(Synchronise(method=one) for one in ("local-sgd", "diloco", "async")))

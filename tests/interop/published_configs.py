@@ -194,6 +194,16 @@ CATALOGUE: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 COUNTED: dict[str, tuple[int, dict[str, Any]]] = {
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": (79_674_391_296, {
+        "model_type": "qwen3_next", "decoder_sparse_step": 1, "full_attention_interval": 4, "head_dim": 256,
+        "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 5120, "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128, "max_position_embeddings": 262144, "mlp_only_layers": [],
+        "moe_intermediate_size": 512, "norm_topk_prob": True, "num_attention_heads": 16, "num_experts": 512,
+        "num_experts_per_tok": 10, "num_hidden_layers": 48, "num_key_value_heads": 2, "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-06, "rope_theta": 10000000, "shared_expert_intermediate_size": 512,
+        "tie_word_embeddings": False, "vocab_size": 151936,
+    }),
     "allenai/OLMo-7B-hf": (6888095744, {
         "model_type": "olmo", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008,
         "max_position_embeddings": 2048, "num_attention_heads": 32, "num_hidden_layers": 32,
@@ -339,4 +349,5 @@ DEFAULTS: dict[str, int] = {
     "glm": 9399951360, "glm4": 9400279040, "ernie4_5": 360748032, "helium": 2172643840,
     "cohere": 34980831232, "cohere2": 34980831232, "arcee": 4022766080, "stablelm": 2795443200,
     "starcoder2": 3030371328, "exaone4": 9429069824, "cwm": 32581097472,
+    "qwen3_5_text": 8953803264, "qwen3_5_moe_text": 34660610688,
 }  # fmt: skip

@@ -171,6 +171,10 @@ def test_a_mistake_in_the_language_model_names_its_place() -> None:
         ({"model_type": "llama4_text", "interleave_moe_layer_step": -1}, "interleave_moe_layer_step"),
         ({"model_type": "llama4_text", "moe_layers": ["0"]}, "moe_layers"),
         ({"model_type": "llama4_text", "attention_chunk_size": 0}, "attention_chunk_size"),
+        ({"model_type": "qwen3_next", "linear_num_key_heads": 3}, "linear_num_key_heads"),
+        ({"model_type": "qwen3_next", "linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim"),
+        ({"model_type": "qwen3_next", "full_attention_interval": 0}, "full_attention_interval"),
+        ({"model_type": "qwen3_5_text", "layer_types": ["sliding_attention"] * 32}, "layer_types"),
         ({"model_type": "ernie4_5_moe", "moe_layer_interval": 0}, "moe_layer_interval"),
         ({"model_type": "ernie4_5_moe", "moe_layer_start_index": "1"}, "moe_layer_start_index"),
         ({"model_type": "hunyuan_v1_moe", "num_experts": 8, "moe_topk": [1, 2]}, "moe_topk"),
@@ -269,6 +273,8 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
             "first_k_dense_replace": draw(st.integers(0, config["num_hidden_layers"])),
             "n_routed_experts": draw(_sizes),
         }
+    if "delta.key_heads" in FAMILIES[family].keys:
+        config["linear_num_value_heads"] = config["linear_num_key_heads"] * draw(_sizes)
     if family == "deepseek_v2":
         config["norm_topk_prob"] = False  # nothing else is understood of it
     if family == "falcon":

@@ -15,6 +15,7 @@ from shardwise.spec.model import MixtureOfExperts, Model
 
 SHAPE: dict[str, Any] = {"layers": 12, "hidden": 64, "heads": 4, "ffn": 128, "vocab": 64}
 EXPERTS = MixtureOfExperts(experts=4, top_k=2, ffn=32)
+DELTA = {"key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 8}
 FULL, WINDOW = LayerRecord(), LayerRecord(mixer="window")
 MIXTURE = LayerRecord(feed_forward="mixture")
 
@@ -52,6 +53,9 @@ def test_experts_follow_without_a_pattern() -> None:
         ({"pattern": [{"mixer": "window"}]}, "sliding_window"),
         ({"pattern": [{"mixer": "chunk"}]}, "attention_chunk"),
         ({"pattern": [{"feed_forward": "mixture"}]}, "moe"),
+        ({"pattern": [{"mixer": "delta"}]}, "delta"),
+        ({"pattern": [{}], "delta": DELTA}, "delta"),
+        ({"delta": {**DELTA, "key_heads": 3}}, "delta.key_heads"),
         ({"pattern": [{}], "attention_chunk": 8}, "attention_chunk"),
         ({"pattern": [{}], "moe": EXPERTS}, "moe"),
         ({"pattern": [{"mixer": "window"}], "sliding_window": 4, "sliding_window_every": 2}, "sliding_window_every"),

@@ -139,6 +139,13 @@ USING: dict[str, Fields] = {
     "latent-qk-norm": {"model": {**LATENT, "qk_norm": True}},
     "latent-qkv-bias": {"model": {**LATENT, "qkv_bias": True}},
     "scaled-biased-head": {"model": {"lm_head_bias": True, "numerics": {"logit_scale": 0.5}}},
+    "delta-net": {
+        "model": {
+            "pattern": [{"mixer": "delta"}],
+            "delta": {"key_heads": 4, "value_heads": 8, "key_dim": 8, "value_dim": 8},
+        }
+    },
+    "attention-gate": {"model": {"attention_gate": True}},
     "counted": {"model": {"counted": {"code": "a network"}}},
     "odd-rotation": {"model": {"head_dim": 63}},
     "sliding-window": {"model": {"sliding_window": 512}},

@@ -161,14 +161,17 @@ def _with_layers(model: Model, layers: tuple[LayerRecord, ...]) -> Model:
     mixers = {layer.mixer for layer in layers}
     window = model.sliding_window if "window" in mixers else None
     chunk = model.attention_chunk if "chunk" in mixers else None
+    delta = model.delta if "delta" in mixers else None
     unwindowed = next((number for number, layer in enumerate(layers, 1) if layer.mixer == "full"), 1)
     for every in (model.sliding_window_every, unwindowed):
-        short = replace(model, pattern=(), sliding_window=window, sliding_window_every=every, attention_chunk=chunk)
+        short = replace(
+            model, pattern=(), sliding_window=window, sliding_window_every=every, attention_chunk=chunk, delta=delta
+        )
         if short.every_layer[: model.layers] == layers:
             return short
     return replace(
         model, pattern=pattern_of_layers(layers), sliding_window=window, sliding_window_every=1,
-        attention_chunk=chunk, moe=model.moe and replace(model.moe, dense_layers=0, every=1),
+        attention_chunk=chunk, delta=delta, moe=model.moe and replace(model.moe, dense_layers=0, every=1),
     )  # fmt: skip
 
 

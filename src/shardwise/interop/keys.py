@@ -143,7 +143,7 @@ _KEYS = {
     "long_factors": "long_factor",
 }
 _KINDS = ("linear", "llama3", "yarn", "longrope")
-GLOBAL, WINDOWED = "full_attention", "sliding_attention"
+GLOBAL, WINDOWED, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 def rotary(name: str, layers: str = "") -> Callable[[Any, Config], Any]:
@@ -231,10 +231,14 @@ def _differ_by_layer(config: Config) -> bool:
 # -- Layers that a config lists one by one
 
 _MIXERS: dict[str, Mixer] = {GLOBAL: "full", WINDOWED: "window", "chunked_attention": "chunk"}
+WITH_DELTA_NETS: dict[str, Mixer] = {GLOBAL: "full", LINEAR: "delta"}
 
 
 def listed_layers(
-    config: Config, layers: Sequence[LayerRecord], usual: Callable[[int], str] = lambda index: GLOBAL
+    config: Config,
+    layers: Sequence[LayerRecord],
+    usual: Callable[[int], str] = lambda index: GLOBAL,
+    mixers: Mapping[str, Mixer] = _MIXERS,
 ) -> list[LayerRecord]:
     """The layers with the mixers of ``layer_types``, or with ``usual`` ones where that is absent."""
     kinds = config.get("layer_types")
@@ -242,9 +246,9 @@ def listed_layers(
     if not isinstance(kinds, LIST) or len(kinds) != len(layers):
         raise SpecError("layer_types", f"{shown(kinds)} does not list {len(layers)} layers", "give one for each layer")
     for kind in kinds:
-        if not isinstance(kind, str) or kind not in _MIXERS:
-            raise SpecError("layer_types", f"{shown(kind)} is not supported", f"use one of {', '.join(_MIXERS)}")
-    return [replace(layer, mixer=_MIXERS[kind]) for kind, layer in zip(kinds, layers)]
+        if not isinstance(kind, str) or kind not in mixers:
+            raise SpecError("layer_types", f"{shown(kind)} is not supported", f"use one of {', '.join(mixers)}")
+    return [replace(layer, mixer=mixers[kind]) for kind, layer in zip(kinds, layers)]
 
 
 def listed_layers_or_usual(config: Config, layers: Sequence[LayerRecord]) -> Sequence[LayerRecord]:
@@ -252,21 +256,22 @@ def listed_layers_or_usual(config: Config, layers: Sequence[LayerRecord]) -> Seq
     return layers if config.get("layer_types") is None else listed_layers(config, layers)
 
 
-def usual_every(every: Any) -> Callable[[int], str]:
-    """Every n-th layer attends to all keys, the others have a window."""
+def usual_every(every: Any, others: str = WINDOWED) -> Callable[[int], str]:
+    """Every n-th layer attends to all keys, the others have a window, or what ``others`` says."""
 
     def kind(index: int) -> str:
         if type(every) is not int or every < 1:
             problem = f"{shown(every)} is not a positive number"
-            raise SpecError("sliding_window_pattern", problem, "correct it, or list the layers in layer_types")
-        return GLOBAL if (index + 1) % every == 0 else WINDOWED
+            field = "sliding_window_pattern" if others == WINDOWED else "full_attention_interval"
+            raise SpecError(field, problem, "correct it, or list the layers in layer_types")
+        return GLOBAL if (index + 1) % every == 0 else others
 
     return kind
 
 
 def layer_types(model: Model) -> dict[str, Any]:
     """The list that says which mixers a model's layers have."""
-    names = {mixer: name for name, mixer in _MIXERS.items()}
+    names = {mixer: name for name, mixer in (_MIXERS | WITH_DELTA_NETS).items()}
     return {"layer_types": [names[layer.mixer] for layer in model.every_layer[: model.layers]]}
 
 

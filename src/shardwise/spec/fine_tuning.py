@@ -15,7 +15,8 @@ from shardwise.spec.model import Matrix, MatrixRole, Model
 
 _R = MatrixRole
 _ATTENTION = (_R.QUERY, _R.KEY, _R.VALUE, _R.ATTENTION_OUTPUT, _R.QUERY_DOWN, _R.QUERY_UP)
-_LINEAR = (*_ATTENTION, _R.KEY_VALUE_DOWN, _R.KEY_VALUE_UP, _R.GATE, _R.UP, _R.DOWN)
+_STATES = (_R.STATE_INPUTS, _R.STATE_RATES, _R.STATE_OUTPUT)
+_LINEAR = (*_ATTENTION, *_STATES, _R.KEY_VALUE_DOWN, _R.KEY_VALUE_UP, _R.GATE, _R.UP, _R.DOWN)
 # The names that transformers gives the linear layers of its models (`modeling_*.py`), and what each is here. A fused
 # projection stands for its parts.
 TARGETS: dict[str, tuple[MatrixRole, ...]] = {

@@ -8,11 +8,12 @@ from itertools import chain, cycle, islice, repeat
 from typing import Literal
 
 from shardwise.spec.codec import Spec, count
+from shardwise.spec.errors import SpecError
 
 MOST_LAYERS = 2048  # far beyond any model: more is a mistake, and would keep a search busy for ever
 WIDEST, MOST_HEADS, LONGEST = 2**24, 2**16, 2**30  # as far
 
-Mixer = Literal["full", "window", "chunk"]
+Mixer = Literal["full", "window", "chunk", "delta"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,8 @@ class LayerRecord(Spec):
     """A layer, or several equal ones in a row."""
 
     mixer: Mixer = "full"
-    """Keys that a query attends to: all, the last `sliding_window`, or those of its own chunk of `attention_chunk`."""
+    """Keys that a query attends to: all, the last `sliding_window`, or those of its own chunk of `attention_chunk`; or
+    `delta`, a gated delta net in place of attention."""
     rotary: bool = True
     """Queries and keys are rotated by their positions, in a model with rope."""
     feed_forward: Literal["dense", "mixture"] = "dense"
@@ -48,6 +50,62 @@ class LatentAttention(Spec):
     def narrow_features(self) -> int:
         """Latent features of a token: compressed queries, keys and values, and the rotated key."""
         return (self.q_rank or 0) + self.kv_rank + self.rope_dim
+
+
+DELTA_CHUNK = 64  # tokens whose updates of a state are made together (fla/ops/gated_delta_rule/chunk.py)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaNet(Spec):
+    """Gated delta net (Yang et al. 2024, arXiv 2412.06464): states that every token decays, corrects and reads."""
+
+    key_heads: int = count(maximum=MOST_HEADS)
+    """Heads of queries and of keys, each for several value heads."""
+    value_heads: int = count(maximum=MOST_HEADS)
+    """Value heads, each with a state of `key_dim` × `value_dim`."""
+    key_dim: int = count(maximum=WIDEST)
+    """Features of a query or key head."""
+    value_dim: int = count(maximum=WIDEST)
+    """Features of a value head."""
+    convolved_tokens: int = count(4, maximum=WIDEST)
+    """Tokens that the convolution of queries, keys and values reaches over, its own included."""
+
+    def check(self) -> None:
+        if self.value_heads % self.key_heads:
+            raise SpecError("key_heads", f"{self.key_heads} does not divide {self.value_heads} value heads")
+
+    @property
+    def key_features(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_features(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def convolved_features(self) -> int:
+        """Queries, keys and values."""
+        return 2 * self.key_features + self.value_features
+
+    @property
+    def state_elements(self) -> int:
+        """All states of a sequence; their size does not depend on its length."""
+        return self.value_features * self.key_dim
+
+    @property
+    def head_flops(self) -> float:
+        """Forward FLOPs of a token in the state of one head, in chunks (arXiv 2412.06464, section 3.3).
+
+        Among a chunk's tokens: keys with keys, queries with keys, the triangular matrix with keys and with values, and
+        scores with values. With the state: what it predicts of the values, what queries read, and its update.
+        """
+        among_tokens = DELTA_CHUNK * (3 * self.key_dim + 2 * self.value_dim)
+        return 2.0 * (among_tokens + 3 * self.key_dim * self.value_dim)
+
+    @property
+    def convolution_flops(self) -> float:
+        """Of a token."""
+        return 2.0 * self.convolved_tokens * self.convolved_features
 
 
 def layers_of_pattern(pattern: Sequence[LayerRecord], layers: int) -> tuple[LayerRecord, ...]:

@@ -19,6 +19,7 @@ from shardwise.spec.layers import (
     MOST_HEADS,
     MOST_LAYERS,
     WIDEST,
+    DeltaNet,
     LatentAttention,
     LayerRecord,
     Mixer,
@@ -43,6 +44,9 @@ class MatrixRole(Enum):
     UP = "up"
     GATE = "gate"
     DOWN = "down"
+    STATE_INPUTS = "inputs of states"
+    STATE_RATES = "rates of states"
+    STATE_OUTPUT = "output of states"
     SHARED_GATE = "shared gate"
     ROUTER = "router"
     HEAD = "head"
@@ -183,6 +187,8 @@ class Model(Spec):
     """These norms have a weight (not in Llama 4)."""
     qk_norm_whole: bool = False
     """The queries of all heads are normed together, and the keys (OLMo-2)."""
+    attention_gate: bool = False
+    """Queries bring a gate, as wide as they are, of attention's output (Qwen3-Next)."""
     attention_sinks: bool = False
     """Heads have a trained logit in the denominator of their softmax, which takes weight without a value (gpt-oss)."""
     norms_per_layer: int = count(2, minimum=0, maximum=16)
@@ -221,6 +227,8 @@ class Model(Spec):
     """Multi-token prediction modules."""
     mla: LatentAttention | None = None
     """Latent attention, in place of heads of keys and values."""
+    delta: DeltaNet | None = None
+    """Gated delta nets, in place of attention in layers with that mixer."""
     moe: MixtureOfExperts | None = None
     """Experts, in place of some or all dense MLPs."""
     numerics: Numerics = Numerics()
@@ -270,6 +278,7 @@ class Model(Spec):
         needs = {
             "sliding_window": (self.sliding_window, any(layer.mixer == "window" for layer in self.pattern)),
             "attention_chunk": (self.attention_chunk, any(layer.mixer == "chunk" for layer in self.pattern)),
+            "delta": (self.delta, any(layer.mixer == "delta" for layer in self.pattern)),
             "moe": (self.moe, any(layer.feed_forward == "mixture" for layer in self.pattern)),
         }
         for field, (value, used) in needs.items():
@@ -279,6 +288,8 @@ class Model(Spec):
                 raise SpecError(field, "is used by no layer of the pattern", "leave it out, or add such a layer")
         if self.mla and self.attention_chunk:
             raise SpecError("attention_chunk", "is not for latent attention", "use full or window as mixer")
+        if self.mla and self.delta:
+            raise SpecError("delta", "is not described beside latent attention", "leave out mla")
 
     @cached_property
     def every_layer(self) -> tuple[LayerRecord, ...]:
@@ -327,7 +338,7 @@ class Model(Spec):
 
     def span_of(self, mixer: Mixer) -> int | None:
         """Keys that a query of such a layer attends to at most; None: all."""
-        return {"full": None, "window": self.sliding_window, "chunk": self.attention_chunk}[mixer]
+        return {"window": self.sliding_window, "chunk": self.attention_chunk}.get(mixer)
 
     @property
     def key_value_heads(self) -> int:
@@ -368,13 +379,27 @@ class Model(Spec):
     def value_dim(self) -> int:
         return self.mla.value_dim if self.mla else self.head_size
 
+    def mixer_matrices(self, kind: LayerRecord) -> tuple[Matrix, ...]:
+        """The matrices of what mixes the tokens in such a layer."""
+        return self._delta_matrices if kind.mixer == "delta" else self.attention_matrices
+
+    @cached_property
+    def _delta_matrices(self) -> tuple[Matrix, ...]:
+        assert self.delta
+        inputs, values = self.delta.convolved_features, self.delta.value_features
+        return (  # with the gate of the output; rates of decay and of correction
+            Matrix(MatrixRole.STATE_INPUTS, self.hidden, inputs + values, "column"),
+            Matrix(MatrixRole.STATE_RATES, self.hidden, 2 * self.delta.value_heads, "column"),
+            Matrix(MatrixRole.STATE_OUTPUT, values, self.hidden, "row"),
+        )
+
     @cached_property
     def attention_matrices(self) -> tuple[Matrix, ...]:
         h, a, kv, d = self.hidden, self.heads, self.key_value_heads, self.head_size
         if self.mla:
             return self._latent_attention_matrices()
         return (
-            Matrix(MatrixRole.QUERY, h, a * d, "column", self.qkv_bias),
+            Matrix(MatrixRole.QUERY, h, (1 + self.attention_gate) * a * d, "column", self.qkv_bias),
             Matrix(MatrixRole.KEY, h, kv * d, "column", self.qkv_bias, groups=kv),
             Matrix(MatrixRole.VALUE, h, kv * d, "column", self.qkv_bias, groups=kv),
             Matrix(MatrixRole.ATTENTION_OUTPUT, a * d, h, "row", self.attention_out_bias),

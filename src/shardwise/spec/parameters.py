@@ -42,8 +42,7 @@ def layer_parameters(
     expert_tensor_parallel: int = 1,
 ) -> LayerParameters:
     """Parameters that one rank holds of one layer (of all ranks together when every degree is 1)."""
-    attention = _held(model.attention_matrices, tensor_parallel) + _attention_norms(model, tensor_parallel)
-    attention += model.heads / tensor_parallel if model.attention_sinks else 0
+    attention = _held(model.mixer_matrices(kind), tensor_parallel) + _beside_matrices(model, kind, tensor_parallel)
     norms = model.norms_per_layer * _norm_parameters(model)
     others = model.counted.layer_parameters / model.layers / tensor_parallel if model.counted else 0
     experts = model.experts_of(kind)
@@ -172,7 +171,7 @@ def adapter_parameters(
     def beside(matrices: Iterable[Matrix], ranks: int) -> float:
         return sum(adapters.parameters(matrix, ranks) for matrix in matrices)
 
-    attention = beside(model.attention_matrices, tensor_parallel)
+    attention = beside(model.mixer_matrices(kind), tensor_parallel)
     experts = model.experts_of(kind)
     if experts is None:
         return LayerParameters(attention, beside(model.mlp_matrices(model.ffn), tensor_parallel), 0, 0, 0)
@@ -188,6 +187,15 @@ def _held(matrices: Iterable[Matrix], tensor_parallel: int) -> float:
 def _norm_parameters(model: Model, features: int | None = None) -> int:
     each = (2 if model.norm == "layernorm" and model.norm_bias else 1) if model.norm_weight else 0
     return (features or model.hidden) * each
+
+
+def _beside_matrices(model: Model, kind: LayerRecord, tensor_parallel: int) -> float:
+    """Attention may have norms and sinks; a delta net has a convolution, two rates of each head, and a norm."""
+    if kind.mixer == "delta" and (delta := model.delta):
+        convolution = delta.convolved_features * delta.convolved_tokens
+        return (convolution + 2 * delta.value_heads) / tensor_parallel + delta.value_dim
+    sinks = model.heads / tensor_parallel if model.attention_sinks else 0
+    return _attention_norms(model, tensor_parallel) + sinks
 
 
 def _attention_norms(model: Model, tensor_parallel: int) -> float:

@@ -143,6 +143,10 @@ def _check_heads(model: Model, strategy: Strategy, training: Training) -> None:
     broken = [f"{model.heads} query heads"] if model.heads % tp else []
     broken += [f"{kv_heads} key-value heads"] if kv_heads % tp and tp % kv_heads else []
     broken += [f"{what} {width}" for what, width in _split_widths(model) if width % tp]
+    broken += [f"{model.delta.key_heads} key heads of delta nets"] if model.delta and model.delta.key_heads % tp else []
+    if model.delta and strategy.cp > 1:
+        problem = f"{strategy.cp}, but states of delta nets are not passed between context ranks yet"
+        raise SpecError("strategy.cp", problem, "use cp 1")
     if broken:
         raise _not_dividing("strategy.tp", tp, broken[0], _valid_tp(model, strategy, training))
     per_rank = model.heads // tp
@@ -164,7 +168,8 @@ def _valid_tp(model: Model, strategy: Strategy, training: Training) -> list[int]
         widths.append(model.moe.ffn)
     if strategy.sequence_parallel and training.seq % strategy.cp == 0:
         widths.append(training.seq // strategy.cp)
-    repeated = (tp for tp in divisors(model.heads) if not (kv_heads % tp and tp % kv_heads))
+    heads = math.gcd(model.heads, model.delta.key_heads) if model.delta else model.heads
+    repeated = (tp for tp in divisors(heads) if not (kv_heads % tp and tp % kv_heads))
     return [tp for tp in repeated if not any(width % tp for width in widths)]
 
 

@@ -267,6 +267,10 @@ MATRIX: tuple[Finding, ...] = (
     # What our decoder does not build; a user's own module, under `parallelize`, may have it.
     *_each("counted", "priced only", "its code was counted, and decoders are built from a description",
            "shardwise.parallelize with the network itself", "model"),
+    *_each("delta-net", "priced only", "gated delta nets are not built yet",
+           "a model whose layers all attend, or shardwise.parallelize with the network itself", "model.delta"),
+    *_each("attention-gate", "priced only", "gates of attention's output are not built yet",
+           "attention_gate: false", "model.attention_gate"),
     *_each("other-norms", "priced only",
            "layers are built with two norms (before or after attention and MLP) or four, parallel ones with 1 or 2",
            "norms_per_layer: 2", "model.norms_per_layer"),

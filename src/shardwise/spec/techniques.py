@@ -123,6 +123,8 @@ OF_MODEL: dict[str, OfModel] = {
     "other-norms": lambda m: m.counted is None and m.norms_per_layer not in ((1, 2) if m.parallel_block else (2, 4)),
     "wide-layer-norm": lambda m: m.qk_norm_whole and m.norm == "layernorm",
     "counted": lambda m: m.counted is not None,
+    "delta-net": lambda m: m.delta is not None,
+    "attention-gate": lambda m: m.attention_gate,
     "longrope": lambda m: m.numerics.rope_scaling is not None and m.numerics.rope_scaling.kind == "longrope",
     "other-factors": _other_factors,
     "bert-parts": lambda m: m.embedding_norm or m.token_types > 0 or m.pooler or m.mlm_head,

@@ -363,8 +363,9 @@ def kind_of(model: Model) -> str:
 
 
 def standing_of(job: Job) -> Standing:
-    """A model that was counted of its code is known no better than on an unseen device in unseen software."""
-    if job.model.counted:
+    """A model that was counted of its code is known no better than on an unseen device in unseen software; nor is one
+    with delta nets, of which no run was measured."""
+    if job.model.counted or job.model.delta:
         return Standing("", kind_of(job.model), STAND_INS[0], job.cluster.devices)
     stack = presets.lineage("stack", job.stack.version)
     return Standing(job.cluster.device.name, kind_of(job.model), stack, job.cluster.devices)

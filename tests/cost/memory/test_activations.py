@@ -16,6 +16,7 @@ from shardwise.cost.memory.activations import (
     layer_saved_tensors,
 )
 from shardwise.cost.memory.device import peak_memory
+from shardwise.interop.huggingface import model_from_hf_config
 from shardwise.interop.jobs import read_job
 from shardwise.spec.job import Job
 from shardwise.spec.layers import LayerRecord
@@ -211,3 +212,20 @@ def test_deepseek_v3_keeps_what_its_report_says() -> None:
 def test_deepseek_v3_as_published_fits() -> None:
     published = read_job(DEEPSEEK)
     assert peak_memory(published).total < published.cluster.device.memory
+
+
+def test_a_delta_net_keeps_as_much_for_every_token_however_long_the_sequence() -> None:
+    """Qwen3-Next by hand, in 16 bits: 2048 queries and keys, 4096 values, 32 heads with a triangle of 64 tokens."""
+    model = model_from_hf_config({"model_type": "qwen3_next"})
+    short, long = (
+        [layer_activation_bytes(job(model, training={"seq": s}, dp=1, microbatch=B), kind) / (s * B)
+         for kind in model.kinds]
+        for s in (1024, 8192)
+    )  # fmt: skip
+    assert short == long
+    around_states = (2 * 2048 + 4096) + 2 * 4096 + 4096 + 32 * 64  # convolution, queries and keys, values, triangles
+    # Output, its gate, and both; of each head a 16-bit rate, an fp32 decay, and norms of its query and its key.
+    of_states = 2 * (around_states + 3 * 4096) + 32 * (2 + 3 * 4)
+    # Queries, keys and values before and after their norms, output, gate, and both; one fp32 sum of each head.
+    of_attention = 2 * (2 * 4096 + 3 * 512 + 3 * 4096) + 16 * 4
+    assert short[0] - short[1] == of_states - of_attention

@@ -14,7 +14,6 @@ from shardwise.cost.memory.activations import (
     head_activation_bytes,
     layer_activation_bytes,
     layer_saved_tensors,
-    logits_bytes,
 )
 from shardwise.cost.memory.device import (
     activation_bytes,
@@ -24,6 +23,7 @@ from shardwise.cost.memory.device import (
     memory_terms,
     peak_memory,
 )
+from shardwise.cost.memory.head import logits_bytes
 from shardwise.cost.memory.room import reserved_bytes
 from shardwise.cost.memory.transient import logits_temporary_bytes, temporary_bytes
 from shardwise.layout.payloads import Share

@@ -22,7 +22,7 @@ from shardwise.spec.parameters import (
 
 @dataclass(frozen=True)
 class LayerFlops:
-    """Forward FLOPs of one layer per token: matmuls, and attention over the sequence."""
+    """Forward FLOPs of one layer per token: matmuls, and attention over the sequence or what makes and reads states."""
 
     matrices: float
     attention: float
@@ -37,6 +37,8 @@ def attended_tokens(model: Model, seq: int, kind: LayerRecord, *, halve_causal: 
 
     ``halve_causal`` leaves out those that a causal mask hides.
     """
+    if kind.mixer == "delta":
+        return 0.0
     return _attended(kind.mixer, model.span_of(kind.mixer), seq, masked=model.causal and halve_causal)
 
 
@@ -51,6 +53,11 @@ def attended_tokens_of_rank(model: Model, seq: int, kind: LayerRecord, ranks: in
     starts = (rank * half, seq - (rank + 1) * half)
     before = [_seen_before(kind.mixer, span, place) for start in starts for place in (start, start + half)]
     return (before[1] - before[0] + before[3] - before[2]) / (2 * half)
+
+
+def _attending(model: Model) -> int:
+    """Layers with attention, prediction modules apart."""
+    return sum(count for kind, count in model.layers_of_kinds if kind.mixer != "delta")
 
 
 def _mean_attended(model: Model, seq: int, *, halve_causal: bool) -> float:
@@ -93,7 +100,7 @@ def _seen_before(mixer: Mixer, span: int, place: float) -> float:
 
 def layer_forward_flops(model: Model, seq: int, kind: LayerRecord, *, halve_causal: bool = True) -> LayerFlops:
     """Forward FLOPs per token of one layer."""
-    matrices = _matmul_flops(model.attention_matrices)
+    matrices = _matmul_flops(model.mixer_matrices(kind))
     if moe := model.experts_of(kind):
         experts = moe.top_k * _matmul_flops(model.mlp_matrices(moe.ffn))
         matrices += experts + _matmul_flops(model.router_matrices)
@@ -104,6 +111,8 @@ def layer_forward_flops(model: Model, seq: int, kind: LayerRecord, *, halve_caus
     if model.counted:
         matrices += model.counted.layer_flops
     attended = attended_tokens(model, seq, kind, halve_causal=halve_causal)
+    if kind.mixer == "delta" and (delta := model.delta):
+        return LayerFlops(matrices, delta.value_heads * delta.head_flops + delta.convolution_flops)
     # Scores: 2·d_qk per key and head; weighted values: 2·d_v per key and head.
     attention = 2 * model.heads * (model.query_key_dim + model.value_dim) * attended
     return LayerFlops(matrices, attention)
@@ -167,12 +176,13 @@ def flops_symbols(model: Model, seq: int) -> tuple[tuple[str, str, float], ...]:
     """What the conventions' formulas stand on: symbol, meaning, value."""
     layers = model.layers + model.mtp_layers
     per_key = 2 * layers * model.heads * (model.query_key_dim + model.value_dim)
+    weights = f"weights of the matmuls that a token passes through{', half its FLOPs in states' if model.delta else ''}"
     seen, all_keys = (_mean_attended(model, seq, halve_causal=halved) for halved in (True, False))
     return (
-        ("W", "weights of the matmuls that a token passes through", (forward_flops(model, seq) - per_key * seen) / 2),
+        ("W", weights, (forward_flops(model, seq) - per_key * seen) / 2),
         ("N", "parameters that a token passes through", active_parameter_count(model)),
         ("E", "of them, the embedding", embedding_parameters(model)),
-        ("L", "layers", model.layers),
+        ("L", "layers with attention" if model.delta else "layers", _attending(model)),
         ("A", "layers with those of multi-token prediction", layers),
         ("H", "heads", model.heads),
         ("Q", "dimensions of a query", model.query_key_dim),
@@ -192,7 +202,7 @@ def flops_per_token(model: Model, seq: int, convention: str = "causal", tuning: 
     if not tuning.everything:
         return flops_per_token(model, seq, convention) * _tuned_share(model, seq, tuning)
     # 12·L·H·Q·T; where queries and values differ in size (MLA), Q is their mean.
-    attention = 6 * model.layers * model.heads * (model.query_key_dim + model.value_dim) * seq
+    attention = 6 * _attending(model) * model.heads * (model.query_key_dim + model.value_dim) * seq
     if convention == "causal":
         return 3 * forward_flops(model, seq)
     if convention == "full-attention":

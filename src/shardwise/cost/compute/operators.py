@@ -1,4 +1,4 @@
-"""The operators of one layer on one device, as split by every dimension, and which of them recompute runs again."""
+"""The operators of one layer on one device, as split by every dimension."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Literal
 
-from shardwise.collectives.arrays import maximum, minimum
 from shardwise.cost.compute.flops import attended_tokens_of_rank, sees_part
 from shardwise.layout.pieces import loss_in_one_piece, loss_tokens_at_once
-from shardwise.layout.stages import RankContents, layers_of_kind
+from shardwise.layout.stages import layers_of_kind
 from shardwise.spec.fine_tuning import EVERYTHING, Adapters, Part, Tuning
-from shardwise.spec.job import Job
-from shardwise.spec.layers import LayerRecord
+from shardwise.spec.layers import DELTA_CHUNK, DeltaNet, LayerRecord
 from shardwise.spec.model import UP_PROJECTIONS, Matrix, MixtureOfExperts, Model, Split
 
 OperatorKind = Literal["product", "attention", "traffic"]
@@ -28,6 +26,7 @@ class OperatorRole(Enum):
     NORMS = "norms and residuals"
     HEAD_NORMS = "norms of heads"
     ROTARY = "rotary embedding"
+    STATES = "states of delta nets"
     ACTIVATION = "activation"
     MLP = "MLP"
     ROUTER = "router"
@@ -107,7 +106,7 @@ def layer_operators(
 ) -> tuple[Operator, ...]:
     """Every operator of one layer, the mean of all of its kind."""
     last, experts = ends_with_product(model, kind), model.experts_of(kind)
-    attention = (*_projections(model, shape), _attention(model, shape, kind), *_elementwise(model, shape, kind))
+    attention = (*_projections(model, shape, kind), *_mixed(model, shape, kind), *_elementwise(model, shape, kind))
     mlp = _experts(model, shape, experts, last) if experts else _mlp(model, shape, model.ffn, last)
     rotary, expert = model.rotates(kind), experts is not None
     starts = Operator(OperatorRole.STARTS, "traffic", kernels=0, expert=expert, rotary=rotary)
@@ -186,8 +185,8 @@ def _adapters(
     model: Model, shape: LayerShape, kind: LayerRecord, adapters: Adapters, adapted: float, flows: float
 ) -> Iterator[Operator]:
     """The two products beside each matrix, and what adds their result to its own; in an ``adapted`` share of layers."""
-    attention = model.attention_matrices
-    if shape.joined and model.mla is None:
+    attention = model.mixer_matrices(kind)
+    if shape.joined and model.mla is None and kind.mixer != "delta":
         own = [matrix for matrix in attention[:-1] if adapters.adapts(matrix)]
         outputs = round(sum(matrix.outputs * matrix.share(shape.tp) for matrix in own) * shape.tp)
         attention = (*(replace(matrix, outputs=outputs, groups=0) for matrix in own[:1]), attention[-1])
@@ -263,9 +262,9 @@ def _product(matrix: Matrix, rows: float, tensor: int, **options: object) -> Ope
     return Operator(OperatorRole.PROJECTION, "product", rows, columns, inner, split=matrix.split, **options)  # type: ignore[arg-type]
 
 
-def _projections(model: Model, shape: LayerShape) -> list[Operator]:
+def _projections(model: Model, shape: LayerShape, kind: LayerRecord) -> list[Operator]:
     """Queries, keys and values in one matmul where they share their input, and the output projection."""
-    *inputs, output = model.attention_matrices
+    *inputs, output = model.mixer_matrices(kind)
     if model.mla is None:
         widths = [matrix.outputs * matrix.share(shape.tp) for matrix in inputs]
         columns = sum(widths)
@@ -281,6 +280,32 @@ def _projections(model: Model, shape: LayerShape) -> list[Operator]:
             for matrix in inputs
         ]  # fmt: skip
     return [*first, _product(output, shape.tokens, shape.tp, alternate=1.0)]
+
+
+def _mixed(model: Model, shape: LayerShape, kind: LayerRecord) -> list[Operator]:
+    """What brings tokens together."""
+    if kind.mixer == "delta" and model.delta:
+        return _states(model.delta, shape)
+    return [_attention(model, shape, kind)]
+
+
+def _states(delta: DeltaNet, shape: LayerShape) -> list[Operator]:
+    """A gated delta net between its projections, as flash-linear-attention runs it (ops/gated_delta_rule/chunk.py).
+
+    Bytes of the kernels in turn, of a head: products of keys, their triangular matrix inverted, its products with keys
+    and values, the states of all chunks, the output; the backward pass makes states again, reads what the forward pass
+    read, and writes its gradients. Beside them the convolution, and the norm and the gate of the output. Not measured.
+    """
+    rows, heads, keys, values = shape.tokens, delta.value_heads / shape.tp, delta.key_dim, delta.value_dim
+    of_chunk, states = DELTA_CHUNK, keys * values / DELTA_CHUNK
+    moved = 2 * heads * (7 * keys + 6 * values + 5 * of_chunk + 2 * states)
+    around = 4 * delta.convolved_features / shape.tp + 8 * delta.value_features / shape.tp
+    columns = delta.head_flops / (2 * keys)
+    return [
+        Operator(OperatorRole.STATES, "product", rows * heads, columns, keys, wide=True),
+        Operator(OperatorRole.STATES, "traffic", forward_bytes=rows * (moved + around),
+                 backward_bytes=rows * (3 * moved + 1.5 * around), kernels=8),
+    ]  # fmt: skip
 
 
 def _attention(model: Model, shape: LayerShape, kind: LayerRecord) -> Operator:
@@ -303,6 +328,8 @@ def _elementwise(model: Model, shape: LayerShape, kind: LayerRecord) -> list[Ope
     hidden = model.hidden * shape.region_tokens
     operators = [Operator(OperatorRole.NORMS, "traffic", forward_bytes=20 * hidden, backward_bytes=24 * hidden,
                           eager_forward=10 / 35, kernels=4, recomputed_by="norm")]  # fmt: skip
+    if kind.mixer == "delta":
+        return operators
     heads = model.heads / shape.tp + model.key_value_heads / min(shape.tp, model.key_value_heads)
     moved = 4 * heads * model.query_key_dim * shape.tokens
     if model.qk_norm:  # reads one tensor and writes one; backward it also reads the gradient
@@ -402,91 +429,3 @@ def head_operators(model: Model, shape: LayerShape) -> tuple[Operator, ...]:
         Operator(OperatorRole.LOSS, "traffic", forward_bytes=5 * logits, backward_bytes=5 * logits, kernels=2),
         Operator(OperatorRole.HEAD_GRADIENT, "traffic", forward_bytes=summed, kernels=0),
     )
-
-
-def layers_to_recompute(recompute: str, layers: int | None) -> float:
-    """Layers of every rank that full recompute runs again; infinity for all of them."""
-    if recompute != "full":
-        return 0.0
-    return math.inf if layers is None else layers
-
-
-def recomputed_share(wanted: Any, layers: Any) -> Any:
-    """Share of a rank's ``layers`` whose forward pass, communication included, runs again."""
-    return minimum(1.0, wanted / maximum(1, layers))
-
-
-def fully_recomputed_share(job: Job, contents: RankContents) -> float:
-    wanted = layers_to_recompute(job.strategy.recompute, job.strategy.recompute_layers)
-    return float(recomputed_share(wanted, contents.layers))
-
-
-def run_again_share(job: Job, contents: RankContents) -> float:
-    """Share of a rank's layers that run again: those that full recompute covers and that have a backward pass."""
-    return fully_recomputed_share(job, contents) * gradient_share(job.model, job.training.tuning)
-
-
-def layers_stay_whole(wanted: Any, layers: Any, chunks: Any) -> Any:
-    """Whether every stage of a rank ends with layers that are not recomputed, whose backward passes come first."""
-    return (wanted > 0) & (wanted <= layers - chunks)
-
-
-def blend(share: Any, plain: Any, recomputed: Any) -> Any:
-    """The mean of a figure over layers, where full recompute runs a ``share`` of them again."""
-    return (1 - share) * plain + share * recomputed
-
-
-def share_run_again(job: Job, operator: Operator, full_share: float) -> float:
-    """Share of an operator's forward pass that recompute runs again, because it is named or with its whole layer.
-
-    A layer without a backward pass is not run again.
-    """
-    return gradient_share(job.model, job.training.tuning) * _share_named(job, operator, full_share)
-
-
-def _share_named(job: Job, operator: Operator, full_share: float) -> float:
-    if operator.recomputed_by and operator.recomputed_by in job.recomputed_operators:
-        return 1.0
-    if operator.in_mixture and "experts" in job.recomputed_operators:
-        return 1.0
-    if "alternate-products" in job.recomputed_operators:
-        return 1.0 if operator.kind == "traffic" else operator.alternate
-    return 0.0 if operator.ends_layer and not _repeats_last_matmul(job) else full_share
-
-
-def _repeats_last_matmul(job: Job) -> bool:
-    """Whether full recompute runs a layer to its end, though the backward pass reads no result of its last matmul.
-
-    What is saved for the backward pass of an FP8 matmul is saved when that is over (`engine/fp8/linear.py`), and a
-    DoRA's lengths have a gradient that reads the result. A compiled layer leaves out what nothing reads.
-    """
-    if job.stack.full_recompute == "whole":
-        return True
-    adapters = job.training.adapters
-    reads = job.training.recipe.compute == "fp8" or (adapters is not None and adapters.method == "dora")
-    return job.stack.is_own and not job.training.compile and reads
-
-
-def outputs_left_out(job: Job, contents: RankContents) -> tuple[int, ...]:
-    """Layers of each kind whose last matmul, and its sum over ranks, full recompute does not repeat.
-
-    Only the residual addition reads its result, and no gradient needs it. PyTorch's non-reentrant checkpoint stops at
-    the last tensor that the backward pass reads (torch.utils.checkpoint.set_checkpoint_early_stop).
-    """
-    if job.stack.full_recompute == "whole":
-        return (0,) * len(contents.kinds)
-    return tuple(count * ends_with_product(job.model, kind) for kind, count in contents.kinds)
-
-
-def weighted_outputs_left_out(job: Job, *, same_tokens: bool) -> bool:
-    """Whether full recompute skips the sum or gather of the experts' outputs over ranks that split them.
-
-    It does where nothing follows that the backward pass reads: where all experts are on every rank, and where
-    tensor-parallel ranks hold the ``same_tokens``. It does not where the outputs are still to be sent back and
-    weighted, nor where a shared expert follows.
-    """
-    model = job.model
-    normed = model.norms_per_layer > 2 or model.norm_after
-    if job.stack.full_recompute == "whole" or normed or (model.moe and model.moe.shared_ffn):
-        return False
-    return same_tokens or job.strategy.ep == 1

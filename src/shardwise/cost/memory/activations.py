@@ -12,15 +12,14 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 
-from shardwise.cost.compute.operators import gradient_share, trains_head
+from shardwise.cost.compute.operators import gradient_share
 from shardwise.cost.memory.adapters import adapter_bytes, input_share, inputs_of_earlier_pass
+from shardwise.cost.memory.head import head_gradients, head_weights, kept_per_logit, logits_bytes, loss_gradient_element
 from shardwise.layout.payloads import Share
-from shardwise.layout.pieces import loss_in_one_piece
-from shardwise.layout.sharding import divided_over
 from shardwise.layout.stages import layers_of_kind
 from shardwise.spec.fine_tuning import Part
 from shardwise.spec.job import Job
-from shardwise.spec.layers import LayerRecord
+from shardwise.spec.layers import DELTA_CHUNK, LayerRecord
 from shardwise.spec.model import MatrixRole, MixtureOfExperts, Model
 from shardwise.spec.parameters import layer_parameters
 
@@ -44,6 +43,9 @@ class SavedRole(Enum):
     ATTENTION_OUTPUT_BY_SEQUENCES = "attention output by sequences"
     LOG_SUM_EXP = "log-sum-exp"
     ATTENTION_SCORES = "attention scores"
+    OUTPUT_GATE = "gate of the output"
+    CONVOLUTION_INPUTS = "inputs of the convolution"
+    STATE_MATRICES = "matrices and rates of chunks"
     ACTIVATION_INPUTS = "activation inputs"
     ACTIVATION_OUTPUT = "activation output"
     GATE_AFTER_ITS_ACTIVATION = "gate after its activation"
@@ -121,7 +123,7 @@ def layer_saved_tensors(job: Job, kind: LayerRecord) -> tuple[SavedTensor, ...]:
     tuning = job.training.tuning
     tensors = [
         *_norm_and_linear_inputs(job, sizes, kind),
-        *_attention_tensors(job, sizes),
+        *(_state_tensors(job, sizes) if kind.mixer == "delta" else _attention_tensors(job, sizes)),
     ]
     if experts := model.experts_of(kind):
         tensors += [replace(tensor, in_mixture=True) for tensor in _expert_tensors(job, sizes, experts)]
@@ -250,7 +252,7 @@ def _products_of_hidden_states(model: Model, kind: LayerRecord) -> int:
 
     Models with RMS norms (Llama's family) project queries, keys and values separately; older ones all three at once.
     """
-    attention = 2 if model.mla else (3 if model.norm == "rmsnorm" else 1)
+    attention = 2 if model.mla or kind.mixer == "delta" else (3 if model.norm == "rmsnorm" else 1)
     wide = 2 if model.gated else 1
     if experts := model.experts_of(kind):
         return attention + 1 + (wide if experts.shared_ffn else 0)  # the router
@@ -283,6 +285,9 @@ def _attention_tensors(job: Job, sizes: _Sizes) -> list[SavedTensor]:
     if _keeps_output_by_sequences(job):
         by_sequences = tokens * heads * model.value_dim * sizes.element
         tensors.append(SavedTensor(SavedRole.ATTENTION_OUTPUT_BY_SEQUENCES, by_sequences))
+    if model.attention_gate:  # the output times the sigmoid of its gate, both kept, beside the output
+        gated = tokens * heads * model.value_dim * sizes.element
+        tensors.append(SavedTensor(SavedRole.OUTPUT_GATE, 2 * gated))
     if model.qk_norm:
         element = sizes.element
         if _has_separate_norms(job):  # an fp32 input, and the output before its weight
@@ -298,6 +303,30 @@ def _attention_tensors(job: Job, sizes: _Sizes) -> list[SavedTensor]:
         latent = sizes.region_tokens * narrow + expanded
         tensors.append(SavedTensor(SavedRole.LATENT_VECTORS, latent * sizes.element))
     return tensors
+
+
+def _state_tensors(job: Job, sizes: _Sizes) -> list[SavedTensor]:
+    """What a gated delta net keeps between its projections.
+
+    The input of the convolution; queries and keys of every value head, values, fp32 decays and norms, rates, and the
+    inverted matrix of each chunk (flash-linear-attention, ops/gated_delta_rule/chunk.py: states are made again); the
+    output before its norm, its gate, and what the projection reads.
+    """
+    delta = job.model.delta
+    assert delta
+    each, heads = sizes.full_tokens / sizes.tensor, delta.value_heads
+    element, values = sizes.element, each * delta.value_features
+    rates = each * heads * (12 + element + DELTA_CHUNK * element)  # a decay, and a norm of the query and of the key
+    queries_and_keys = each * heads * delta.key_dim * element
+    return [
+        SavedTensor(SavedRole.CONVOLUTION_INPUTS, each * delta.convolved_features * element),
+        SavedTensor(SavedRole.QUERIES, queries_and_keys),
+        SavedTensor(SavedRole.KEYS, queries_and_keys),
+        SavedTensor(SavedRole.VALUES, values * element),
+        SavedTensor(SavedRole.STATE_MATRICES, rates),
+        SavedTensor(SavedRole.ATTENTION_OUTPUT, values * (element + sizes.attention_outputs[0])),
+        SavedTensor(SavedRole.OUTPUT_GATE, values * element),
+    ]
 
 
 def _keeps_output_by_sequences(job: Job) -> bool:
@@ -381,7 +410,8 @@ def layer_activation_bytes(job: Job, kind: LayerRecord, recompute: str | None = 
         flows = gradient_share(job.model, job.training.tuning)
         return flows * job.model.hidden * sizes.region_tokens * sizes.stream
     tensors = layer_saved_tensors(job, kind)
-    if mode == "selective" and "alternate-products" in job.selective_operators and not job.model.experts_of(kind):
+    alternate = "alternate-products" in job.selective_operators and kind.mixer != "delta"
+    if mode == "selective" and alternate and not job.model.experts_of(kind):
         return _alternate_products_bytes(job)
     if mode == "selective":
         operators = job.selective_operators
@@ -436,48 +466,3 @@ def head_activation_bytes(job: Job) -> float:
     made += inputs_of_earlier_pass(job)
     joined = 2 * inputs * job.model.mtp_layers
     return (inputs + logits_bytes(job, per_logit)) * (1 + job.model.mtp_layers) + joined + made
-
-
-def loss_gradient_element(job: Job) -> float:
-    """Bytes of an element of the gradient of the head's weights as our loss makes it, before it is scaled.
-
-    A sum over pieces is fp32. A single piece has its final format at once, unless that is fp16, which may overflow.
-    """
-    trained = trains_head(job.model, job.training.tuning)
-    whole = loss_in_one_piece(loss_tokens(job), job.model.hidden, trains_head=trained)
-    whole = whole and job.training.precision != "fp16"
-    return job.training.recipe.activation if whole and rounds_head_gradient(job) else 4.0
-
-
-def rounds_head_gradient(job: Job) -> bool:
-    """Whether the gradient of the head's weights leaves our loss in 16 bits."""
-    divided = job.strategy.zero > 0 and divided_over(job.strategy) > 1
-    return job.training.recipe.gradient < 4 or divided
-
-
-def loss_tokens(job: Job) -> float:
-    """Tokens of a microbatch that have a loss, once for every head that predicts."""
-    return job.microbatch_tokens * (1 + job.model.mtp_layers)
-
-
-def kept_per_logit(job: Job) -> float:
-    """Bytes of every logit that the loss keeps for its backward pass."""
-    element = job.training.recipe.activation
-    known = {"fused": element, "compiled": element, "whole": 2 * element, "pieces": 0.0}
-    return known.get(job.stack.loss, 4.0)  # of a whole one the script's logits, and their logarithm of the softmax
-
-
-def logits_bytes(job: Job, per_logit: float) -> float:
-    """All logits of a microbatch on one device."""
-    ranks = 1 if job.stack.loss == "whole" else job.stack.head_tensor_parallel(job.strategy.tp)
-    return per_logit * job.microbatch_tokens * job.model.vocab / ranks
-
-
-def head_weights(job: Job) -> float:
-    """Weights of the output projection on one device."""
-    return job.model.vocab * job.model.hidden / job.stack.head_tensor_parallel(job.strategy.tp)
-
-
-def head_gradients(job: Job) -> float:
-    """Elements of their gradient; 0 where they are frozen."""
-    return head_weights(job) * trains_head(job.model, job.training.tuning)

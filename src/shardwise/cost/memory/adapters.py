@@ -62,7 +62,7 @@ def adapter_bytes(job: Job, element: float, kind: LayerRecord) -> float:
     assert adapters is not None
     experts = model.experts_of(kind)
     width = experts.shared_ffn if experts else model.ffn
-    groups = [(tokens, strategy.tp, (*model.attention_matrices, *(model.mlp_matrices(width) if width else ())))]
+    groups = [(tokens, strategy.tp, (*model.mixer_matrices(kind), *(model.mlp_matrices(width) if width else ())))]
     if experts and adapters.experts:
         ranks = strategy.expert_tensor_parallel
         groups.append((tokens / strategy.tp * experts.top_k * ranks, ranks, model.mlp_matrices(experts.ffn)))

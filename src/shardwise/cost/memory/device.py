@@ -7,12 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
-from shardwise.cost.compute.operators import (
-    blend,
-    fully_recomputed_share,
-    layers_stay_whole,
-    layers_to_recompute,
-)
+from shardwise.cost.compute.recompute import blend, fully_recomputed_share, layers_stay_whole, layers_to_recompute
 from shardwise.cost.memory.activations import (
     embedding_activation_bytes,
     head_activation_bytes,

@@ -76,7 +76,9 @@ def _backward_of_attention_bytes(job: Job, kind: LayerRecord) -> float:
     key_heads = model.heads if model.mla else model.key_value_heads
     features = model.heads * (model.query_key_dim + model.value_dim)  # queries, and the gradient of the output
     features += key_heads * (model.query_key_dim + model.value_dim)
-    if job.run_device == "cuda" and job.training.attention == "flash":
+    if kind.mixer == "delta" and (delta := model.delta):
+        features = 2 * delta.value_heads * (delta.key_dim + delta.value_dim)
+    elif job.run_device == "cuda" and job.training.attention == "flash":
         features += 2 * model.heads * model.query_key_dim  # fp32, in elements of 16 bits
         features += model.heads * (model.query_key_dim + model.value_dim) * (key_heads < model.heads)
     return held + tokens * (element * features + stream_element(job) * model.hidden)

@@ -14,8 +14,8 @@ from functools import cache
 from math import exp
 from typing import Literal
 
-from shardwise.cost.memory.activations import logits_bytes
 from shardwise.cost.memory.device import DeviceMemory, device_memories
+from shardwise.cost.memory.head import logits_bytes
 from shardwise.cost.memory.in_flight import chunks_in_flight
 from shardwise.layout.sharding import sharding_of
 from shardwise.layout.stages import RankContents, rank_contents

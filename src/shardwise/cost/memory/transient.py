@@ -14,19 +14,21 @@ from shardwise.collectives.arrays import maximum, select
 from shardwise.cost.compute.operators import layer_operators, trains_head
 from shardwise.cost.memory.activations import (
     SavedRole,
-    head_gradients,
-    head_weights,
-    kept_per_logit,
     key_value_features,
     layer_copy_bytes,
     layer_saved_tensors,
+    stream_element,
+)
+from shardwise.cost.memory.adapters import input_share
+from shardwise.cost.memory.head import (
+    head_gradients,
+    head_weights,
+    kept_per_logit,
     logits_bytes,
     loss_gradient_element,
     loss_tokens,
     rounds_head_gradient,
-    stream_element,
 )
-from shardwise.cost.memory.adapters import input_share
 from shardwise.cost.step.stage_time import layer_shape
 from shardwise.layout.pieces import WIDE_LOGITS, loss_tokens_at_once
 from shardwise.layout.sharding import Sharding
@@ -300,12 +302,12 @@ def dequantised_bytes(job: Job, kind: LayerRecord) -> float:
         return 0.0
     held = max(
         matrix.parameters_per_rank(strategy.tp)
-        for matrix in (*model.attention_matrices, *model.mlp_matrices(model.ffn))
+        for matrix in (*model.mixer_matrices(kind), *model.mlp_matrices(model.ffn))
     )
     if moe := model.experts_of(kind):
         routed = max(m.parameters_per_rank(strategy.expert_tensor_parallel) for m in model.mlp_matrices(moe.ffn))
         held = max(
-            *(matrix.parameters_per_rank(strategy.tp) for matrix in model.attention_matrices),
+            *(matrix.parameters_per_rank(strategy.tp) for matrix in model.mixer_matrices(kind)),
             routed * moe.experts / strategy.ep,
         )
     return 2 * held

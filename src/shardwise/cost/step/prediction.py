@@ -16,13 +16,13 @@ from shardwise.cost.compute.flops import head_forward_flops, layer_forward_flops
 from shardwise.cost.compute.operators import (
     LayerShape,
     Operator,
-    fully_recomputed_share,
+    OperatorRole,
     gradient_share,
     layer_operators,
     reaches_head,
-    share_run_again,
     trains_head,
 )
+from shardwise.cost.compute.recompute import fully_recomputed_share, share_run_again
 from shardwise.cost.compute.roofline import Seconds
 from shardwise.cost.step.stage_time import StageSeconds, layer_shape, optimizer_seconds, stage_seconds
 from shardwise.cost.traffic.execution import in_its_step, step_traffic
@@ -312,7 +312,8 @@ def stage_compute(job: Job, contents: RankContents) -> StageCompute:
         flops = layer_forward_flops(job.model, shape.seq, kind)
         operators = layer_operators(job.model, shape, kind)
         products = count * flops.matrices * tokens / narrow_peak
-        scores = count * flops.attention * shape.attended_share * tokens / wide_peak
+        seen = 1.0 if kind.mixer == "delta" else shape.attended_share
+        scores = count * flops.attention * seen * tokens / wide_peak
         if tuning.everything:
             inputs, weights = inputs + products, weights + products
         else:
@@ -349,9 +350,14 @@ def _shares(operators: Sequence[Operator]) -> tuple[list[float], list[float]]:
 
 def _run_again(job: Job, operators: tuple[Operator, ...], kind: str, full_share: float) -> float:
     """Share of a layer's matmuls, or of its attention, that recompute runs again."""
-    own = [operator for operator in operators if operator.kind == kind]
+    own = [one for one in operators if one.kind != "traffic" and _mixes(one) == (kind == "attention")]
     again = sum(operator.flops * share_run_again(job, operator, full_share) for operator in own)
     return again / sum(operator.flops for operator in own)
+
+
+def _mixes(operator: Operator) -> bool:
+    """Whether it brings tokens together."""
+    return operator.kind == "attention" or operator.role is OperatorRole.STATES
 
 
 @dataclass(frozen=True)

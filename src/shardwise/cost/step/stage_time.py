@@ -14,11 +14,10 @@ from shardwise.cost.compute.operators import (
     OperatorKind,
     OperatorRole,
     ends_operators,
-    fully_recomputed_share,
     gradient_share,
     layer_operators,
-    share_run_again,
 )
+from shardwise.cost.compute.recompute import fully_recomputed_share, share_run_again
 from shardwise.cost.compute.roofline import Seconds, mode_of, operator_seconds, product_bytes
 from shardwise.cost.memory.activations import key_value_features
 from shardwise.cost.memory.states import rank_state_bytes, updated_parameters
@@ -186,10 +185,10 @@ def _adapter_units(job: Job, kind: LayerRecord) -> float:
     model, tuning = job.model, job.training.tuning
     assert tuning.adapters is not None
     mlp = model.mlp_matrices(model.ffn)
-    matrices = [*model.attention_matrices, *mlp]
+    matrices = [*model.mixer_matrices(kind), *mlp]
     if moe := model.experts_of(kind):
         experts = moe.experts // job.strategy.ep if tuning.adapters.experts else 0
-        matrices = [*model.attention_matrices, *mlp * (experts + (moe.shared_ffn > 0))]
+        matrices = [*model.mixer_matrices(kind), *mlp * (experts + (moe.shared_ffn > 0))]
     return 2 * sum(map(tuning.adapters.adapts, matrices)) * tuning.adapted_share(layers_of_kind(model, kind))
 
 

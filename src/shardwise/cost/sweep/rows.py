@@ -7,12 +7,7 @@ from dataclasses import dataclass, is_dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shardwise.cost.compute.operators import (
-    blend,
-    layers_stay_whole,
-    layers_to_recompute,
-    recomputed_share,
-)
+from shardwise.cost.compute.recompute import blend, layers_stay_whole, layers_to_recompute, recomputed_share
 from shardwise.cost.compute.roofline import Seconds
 from shardwise.cost.memory.in_flight import peak_chunks_of_kinds
 from shardwise.cost.memory.restored import recomputed_layer_bytes

@@ -8,7 +8,8 @@ all-to-all (Jacobs et al. 2023, arXiv 2309.14509).
 from __future__ import annotations
 
 from shardwise.collectives import CollectiveKind, Topology
-from shardwise.cost.compute.operators import gradient_share, run_again_share
+from shardwise.cost.compute.operators import gradient_share
+from shardwise.cost.compute.recompute import run_again_share
 from shardwise.cost.memory.activations import key_value_features
 from shardwise.cost.traffic.traffic import Traffic, Window, in_passes, priced
 from shardwise.layout.groups import group_runs

@@ -134,8 +134,9 @@ def _dense_matrices(model: Model, strategy: Strategy, contents: RankContents) ->
     """How many matrices there are, and their rows and columns on a device."""
     tp, moe = strategy.tp, model.moe
     shared = model.mlp_matrices(moe.shared_ffn) if moe and moe.shared_ffn else ()
-    for matrix in model.attention_matrices:
-        yield (contents.layers, *_cut(matrix, tp))
+    for kind, count in contents.held:
+        for matrix in model.mixer_matrices(kind):
+            yield (count, *_cut(matrix, tp))
     for matrix in model.mlp_matrices(model.ffn):
         yield (contents.layers - contents.moe_layers, *_cut(matrix, tp))
     for matrix in (*shared, *(model.router_matrices if moe else ())):

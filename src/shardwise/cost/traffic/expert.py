@@ -15,7 +15,8 @@ from typing import Any
 from shardwise.collectives import CollectiveCost, CollectiveKind, Topology
 from shardwise.collectives.arrays import minimum
 from shardwise.collectives.work import Work, settle
-from shardwise.cost.compute.operators import OperatorRole, gradient_share, run_again_share
+from shardwise.cost.compute.operators import OperatorRole, gradient_share
+from shardwise.cost.compute.recompute import run_again_share
 from shardwise.cost.step.stage_time import timed_layer
 from shardwise.cost.traffic.traffic import Traffic, Window, in_passes, priced
 from shardwise.layout.groups import expected_destinations, expert_runs

@@ -14,12 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from shardwise.collectives import CollectiveKind, Topology
-from shardwise.cost.compute.operators import (
-    gradient_share,
-    outputs_left_out,
-    run_again_share,
-    weighted_outputs_left_out,
-)
+from shardwise.cost.compute.operators import gradient_share
+from shardwise.cost.compute.recompute import outputs_left_out, run_again_share, weighted_outputs_left_out
 from shardwise.cost.compute.roofline import Seconds
 from shardwise.cost.step.stage_time import timed_layer
 from shardwise.cost.traffic.traffic import Traffic, Window, in_passes, priced

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
-from shardwise.interop.families.shared import BIAS, GROUPED, NUMERICS, RMS, SILU
+from shardwise.interop.families.shared import BIAS, GROUPED, NUMERICS, RMS, ROTARY_SHARE, SILU
 from shardwise.interop.keys import (
     GLOBAL,
+    LINEAR,
     LIST,
     WINDOWED,
+    WITH_DELTA_NETS,
     Config,
     Family,
     key,
     layer_types,
     listed_layers,
+    usual_every,
     with_defaults,
 )
 from shardwise.interop.tensor_names import ATTENTION, EXPERTS, MLP, shared_in, stored_as
@@ -26,9 +30,16 @@ from shardwise.spec.model import Model
 def _leading_layers(value: Any, config: Config) -> int:
     """Qwen's list of dense layers as a number of leading ones."""
     layers = list(value or ())
-    if layers != list(range(len(layers))) or (layers and config["decoder_sparse_step"] != 1):
+    if layers != list(range(len(layers))) or (layers and config.get("decoder_sparse_step", 1) != 1):
         raise SpecError("mlp_only_layers", f"{shown(value)} are not the first layers", "only the first may be dense")
     return len(layers)
+
+
+def _first_dense(value: int, model: Model) -> list[int]:
+    """The first layers without experts of a model, which its pattern says if it has one."""
+    if not model.pattern:
+        return list(range(value))
+    return list(takewhile(lambda index: not model.is_moe_layer(index), range(model.layers)))
 
 
 def _qwen_window(value: Any, config: Config) -> Any:
@@ -57,6 +68,11 @@ def _qwen_windows(model: Model) -> dict[str, Any]:
     return {"use_sliding_window": True, "max_window_layers": windowed[0], **layer_types(model)}
 
 
+def _layers_with_delta_nets(config: Config, layers: Sequence[LayerRecord]) -> Sequence[LayerRecord]:
+    usual = usual_every(config.get("full_attention_interval", 4), LINEAR)
+    return listed_layers(config, layers, usual, WITH_DELTA_NETS)
+
+
 # fmt: off
 _QWEN = with_defaults(
     {
@@ -72,7 +88,7 @@ _QWEN_EXPERTS = {
     "moe.every": key("decoder_sparse_step", 1),
     "numerics.renormalise_top_k": key("norm_topk_prob", False),
     "moe.dense_layers": key(
-        "mlp_only_layers", None, types=LIST, read=_leading_layers, write=lambda value, model: list(range(value))
+        "mlp_only_layers", None, types=LIST, read=_leading_layers, write=_first_dense
     ),
 }
 _QWEN_2 = Family(
@@ -150,5 +166,52 @@ _QWEN_3_VL = Family(
     {**RMS, "qk_norm": True},
 )
 
-FAMILIES = (_QWEN_2, _QWEN_3, _QWEN_2_MOE, _QWEN_3_MOE, *_QWEN_2_VL, _QWEN_3_VL, _QWEN_3_VL_MOE)
+_DELTA_NETS = with_defaults(
+    {
+        **GROUPED, **SILU, **BIAS, **NUMERICS, **ROTARY_SHARE,
+        "delta.key_heads": key("linear_num_key_heads", 16),
+        "delta.value_heads": key("linear_num_value_heads", 32),
+        "delta.key_dim": key("linear_key_head_dim", 128),
+        "delta.value_dim": key("linear_value_head_dim", 128),
+        "delta.convolved_tokens": key("linear_conv_kernel_dim", 4),
+    },
+    hidden=2048, heads=16, kv_heads=2, head_dim=256, max_seq=32768, **{"numerics.rotary_share": 0.25},
+)
+_WITH_DELTA_NETS = {**RMS, "qk_norm": True, "attention_gate": True, "numerics.norm_plus_one": True}
+_SHARED_EXPERT = {"moe.shared_ffn": key("shared_expert_intermediate_size", 512)}
+_QWEN_3_NEXT = Family(
+    "qwen3_next",
+    with_defaults(
+        {**_DELTA_NETS, **{name: one for name, one in _QWEN_EXPERTS.items() if name != "moe.every"}, **_SHARED_EXPERT},
+        layers=48, ffn=5632, vocab=151936,
+        **{"moe.experts": 512, "moe.top_k": 10, "moe.ffn": 512, "numerics.renormalise_top_k": True},
+    ),
+    {**_WITH_DELTA_NETS, "moe.shared_gate": True},
+    {"decoder_sparse_step": 1},
+    also=layer_types, layers=_layers_with_delta_nets,
+)
+_QWEN_3_5 = Family(
+    "qwen3_5_text",
+    with_defaults(_DELTA_NETS, hidden=4096, kv_heads=4, ffn=12288, vocab=248320),
+    _WITH_DELTA_NETS,
+    also=layer_types, layers=_layers_with_delta_nets,
+)
+_QWEN_3_5_MOE = Family(
+    "qwen3_5_moe_text",
+    {
+        **with_defaults(_DELTA_NETS, layers=40, vocab=248320),
+        **_SHARED_EXPERT,
+        "ffn": key("moe_intermediate_size", 512),  # all layers are mixtures
+        "moe.experts": key("num_experts", 256),
+        "moe.top_k": key("num_experts_per_tok", 8),
+        "moe.ffn": key("moe_intermediate_size", 512),
+    },
+    {**_WITH_DELTA_NETS, "moe.shared_gate": True},
+    also=layer_types, layers=_layers_with_delta_nets,
+)
+
+FAMILIES = (
+    _QWEN_2, _QWEN_3, _QWEN_2_MOE, _QWEN_3_MOE, *_QWEN_2_VL, _QWEN_3_VL, _QWEN_3_VL_MOE,
+    _QWEN_3_NEXT, _QWEN_3_5, _QWEN_3_5_MOE,
+)
 # fmt: on

@@ -7,13 +7,8 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from shardwise.collectives import CollectiveKind
-from shardwise.cost.compute.operators import (
-    Operator,
-    ends_operators,
-    fully_recomputed_share,
-    layer_operators,
-    share_run_again,
-)
+from shardwise.cost.compute.operators import Operator, ends_operators, layer_operators
+from shardwise.cost.compute.recompute import fully_recomputed_share, share_run_again
 from shardwise.cost.memory.device import memory_of_rank
 from shardwise.cost.memory.states import updated_parameters
 from shardwise.cost.step.stage_time import layer_shape
