@@ -30,8 +30,10 @@ quick-tests: $(READY)
 durations: $(READY)
 	$(QUICK_TESTS) --write-durations
 
+# Hours on two cores: `make test-all PART=1/4` runs a quarter of the files, and prints each test as it ends.
 all-tests: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --hypothesis-profile=searching -m "not frameworks"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --hypothesis-profile=searching -m "not frameworks" \
+		$(if $(PART),-vv --part $(PART))
 
 # The frameworks whose own parsers read what `export` writes; they bring torch, hence an environment of their own.
 test-frameworks: .venv-frameworks/.ready

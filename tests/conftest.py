@@ -32,6 +32,7 @@ gc.disable()  # what is imported and collected stays
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-durations", action="store_true", help="keep what quick tests take in durations.json")
+    parser.addoption("--part", metavar="K/N", help="only part K of N of the files; all parts together are all tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,8 +41,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does not name
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a grid marked ``quick(n)`` n cases, evenly spread over it, are not slow."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a grid marked ``quick(n)`` n cases, evenly spread over it, are not slow; of all files those of ``--part``."""
+    if part := config.getoption("--part"):
+        number, parts = map(int, part.split("/"))
+        files = sorted({item.path for item in items})
+        items[:] = [item for item in items if files.index(item.path) % parts == number - 1]
     grids: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("quick") and not item.get_closest_marker("slow"):
