@@ -97,9 +97,15 @@ BRIDGE: dict[str, Any] = {
     "recipe": "llama3_8b_pretrain_config", "train": {"train_iters": 100, "global_batch_size": 64},
     "model": {"seq_length": 4096, "tensor_model_parallel_size": 2},
 }  # fmt: skip
+LEVANTER: dict[str, Any] = {
+    "data": {"tokenizer": "meta-llama/Llama-2-7b-hf", "cache_dir": "mine"}, "model": {"type": "llama", "seq_len": 2048},
+    "trainer": {"mp": "p=f32,c=bfloat16", "train_batch_size": 64, "num_train_steps": 100, "fsdp_axis": "embed",
+                "tensor_parallel_axes": ["mlp", "heads"], "batch_axis": "batch"},
+    "optimizer": {"learning_rate": 4e-4, "weight_decay": 0.1},
+}  # fmt: skip
 RECIPES = {"axolotl": AXOLOTL, "llamafactory": FACTORY, "torchtune": TUNE, "litgpt": LIT, "trl": TRL,
            "gpt-neox": NEOX, "maxtext": MAXTEXT, "automodel": AUTOMODEL, "verl": VERL,
-           "openrlhf": OPENRLHF, "primus": PRIMUS, "megatron-bridge": BRIDGE}  # fmt: skip
+           "openrlhf": OPENRLHF, "primus": PRIMUS, "megatron-bridge": BRIDGE, "levanter": LEVANTER}  # fmt: skip
 
 
 def changed(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -297,6 +303,15 @@ CHANGES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("gpt-neox", {"hidden_dropout": 0.1}, {"training.dropout": True}),
     ("gpt-neox", {"num_kv_heads": 8}, {"model.kv_heads": 8}),
     ("gpt-neox", {"fp16": None, "precision": "bfloat16"}, {"training.precision": "bf16"}),
+    ("levanter", {}, {"model.hidden": 4096, "model.ffn": 11008, "training.precision": "bf16", "strategy.zero": 3,
+                      "strategy.microbatch": 8, "strategy.recompute": "full", "stack.base": "maxtext"}),
+    ("levanter", {"trainer.model_axis_size": 2, "trainer.per_device_parallelism": 4},
+     {"strategy.tp": 2, "strategy.microbatch": 4}),
+    ("levanter", {"trainer.mp": "p=bfloat16,c=bfloat16"}, {"training.optimizer": "adamw-bf16-moments"}),
+    ("levanter", {"model": {"type": "gpt2"}}, {"model.layers": 12, "model.tied_embeddings": True}),
+    ("levanter", {"model": None, "initialize_from_hf": "meta-llama/Meta-Llama-3-8B", "lora": {"r": 16}},
+     {"training.adapters.rank": 16, "training.task": "sft"}),
+    ("levanter", {"trainer.replica_ici_axis_size": 2}, {"strategy.shard_group": 4}),
     ("primus", {}, {"strategy.tp": 2, "training.global_batch": 128, "training.precision": "bf16-fp32-grads",
                     "strategy.zero": 1, "stack.base": "primus", "training.dropout": False}),
     ("primus", {"modules.pre_trainer.overrides.use_turbo_deepep": True}, {"strategy.dispatch": "deduplicated"}),
@@ -391,6 +406,8 @@ BESIDE: dict[str, tuple[dict[str, Any], ...]] = {
     "axolotl": ({}, {"attn_implementation": "eager", "lora_target_linear": None}),
     "llamafactory": ({},), "torchtune": ({},), "litgpt": ({},),
     "trl": ({},), "gpt-neox": ({}, {"fp16": None, "precision": "bfloat16"}),
+    "levanter": ({}, {"model.type": "gpt2"}, {"model.type": "mixtral"}, {"lora.r": 4}, {"model.hidden_dim": 512},
+                 {"model": None, "initialize_from_hf": "llama3-8b"}, {"data": None}),
     "openrlhf": ({}, {"ds.lora": {"rank": 4}}, {"actor": {"num_nodes": 1}, "train.dynamic_batch_enable": True},
                  {"rollout": {"max_new_tokens": 2}}, {"data": {"max_prompt_len": 7, "max_len": None}}),
     "verl": ({}, {"actor_rollout_ref.actor.strategy": "megatron"}, {"actor_rollout_ref.model.lora_rank": 4},
@@ -434,6 +451,18 @@ def test_every_setting_is_read_named_or_known_to_change_no_price(name: str) -> N
 def test_a_setting_that_nobody_knows_is_a_note(name: str) -> None:
     notes = imported(name, {"some_plugin_depth": 3}).notes
     assert any(note.startswith("some_plugin_depth is not a setting of") for note in notes), notes
+
+
+def test_an_axis_that_is_set_to_nothing_shards_nothing() -> None:
+    text = yaml.safe_dump(LEVANTER).replace("fsdp_axis: embed", "fsdp_axis: null")
+    assert READERS["levanter"].read(text, None, EIGHT).job(EIGHT).strategy.zero == 0
+
+
+def test_a_section_in_another_file_is_read_where_that_is_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "optim.yaml").write_text("type: muon\n")
+    file = tmp_path / "train.yaml"
+    file.write_text("model: {type: gpt2}\ntrainer: {mp: f32}\noptimizer: !include optim.yaml\n")
+    assert read(file, "levanter", cluster=EIGHT).job(EIGHT).training.optimizer == "muon"
 
 
 def test_a_script_of_megatron_deepspeed_is_the_job_that_it_says() -> None:
@@ -488,6 +517,8 @@ def test_a_model_that_is_not_known_is_said_and_another_may_be_given(tmp_path: Pa
         ("gpt-neox", {"hidden-size": None}, "hidden_size"),
         ("gpt-neox", {"zero_optimization": {"stage": 7}}, "zero_optimization.stage"),
         ("litgpt", {"devices": 4}, "devices"),
+        ("levanter", {"trainer.mp": "p=int3"}, "trainer.mp"),
+        ("levanter", {"trainer.train_batch_size": "many"}, "trainer.train_batch_size"),
         ("primus", {"modules.pre_trainer.framework": "diffusion"}, "modules.pre_trainer.framework"),
         ("primus", {"modules.pre_trainer.overrides.model_type": "flux_schnell"}, "model_type"),
         ("automodel", {"model.torch_dtype": "int3"}, "model.torch_dtype"),

@@ -20,6 +20,7 @@ from shardwise.interop.frameworks.deepspeed import DEEPSPEED
 from shardwise.interop.frameworks.documents import Settings, command_words, with_settings
 from shardwise.interop.frameworks.gpt_neox import GPT_NEOX
 from shardwise.interop.frameworks.job_fields import Exported, Imported, Lost, effective_fields
+from shardwise.interop.frameworks.levanter import LEVANTER
 from shardwise.interop.frameworks.litgpt import LITGPT
 from shardwise.interop.frameworks.llamafactory import LLAMAFACTORY
 from shardwise.interop.frameworks.maxtext import MAXTEXT
@@ -50,7 +51,21 @@ TARGETS: dict[str, Target] = {
     framework.name: framework for framework in (DEEPSPEED, MEGATRON, TORCHTITAN, ACCELERATE, NANOTRON, COLOSSALAI)
 }
 # Those whose configurations are read, which are not all written.
-_RECIPES = (BRIDGE, PRIMUS, AXOLOTL, LLAMAFACTORY, TORCHTUNE, LITGPT, GPT_NEOX, MAXTEXT, AUTOMODEL, VERL, OPENRLHF, TRL)
+_RECIPES = (
+    LEVANTER,
+    BRIDGE,
+    PRIMUS,
+    AXOLOTL,
+    LLAMAFACTORY,
+    TORCHTUNE,
+    LITGPT,
+    GPT_NEOX,
+    MAXTEXT,
+    AUTOMODEL,
+    VERL,
+    OPENRLHF,
+    TRL,
+)
 READERS: dict[str, Target] = {**TARGETS, **{framework.name: framework for framework in _RECIPES}}
 
 
