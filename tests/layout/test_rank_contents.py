@@ -15,7 +15,7 @@ from shardwise.layout.stages import rank_contents
 from shardwise.spec import presets
 from shardwise.spec.job import Job
 from shardwise.spec.model import Model
-from shardwise.spec.parameters import parameter_count
+from shardwise.spec.parameters import parameter_count, trained_parameters
 from tables import table
 
 CATALOGUE = presets.names("model")
@@ -188,3 +188,16 @@ def test_groups_of_a_dimension_differ_in_that_coordinate_only(order: tuple[str, 
             assert sorted(member[name] for member in members) == list(range(degree))
             others = {tuple(member[other] for other in order if other != name) for member in members}
             assert len(others) == 1
+
+
+@pytest.mark.parametrize("layers", ["layers.0-1", "layers.1-3", "layers.2-2"])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_layers_trained_beside_a_prediction_module_that_is_not(layers: str, pp: int) -> None:
+    """The module is like the last layer, and its tuning is its own."""
+    model = {"layers": 4, "hidden": 64, "heads": 4, "ffn": 128, "vocab": 512, "max_seq": 64, "mtp_layers": 1,
+             "moe": {"experts": 4, "top_k": 2, "ffn": 32, "dense_layers": 1}}  # fmt: skip
+    training = {"seq": 64, "global_batch": 8, "trained": [layers]}
+    given = {"model": model, "cluster": "laptop:2", "strategy": {"pp": pp}, "training": training}
+    tuned = Job.from_dict(given)
+    held = sum(rank_contents(tuned, rank).total for rank in range(pp))
+    assert held == trained_parameters(tuned.model, tuned.training.tuning)

@@ -117,7 +117,7 @@ def _rank_contents(job: Job, rank: int, stages: tuple[_Counts, ...]) -> RankCont
     }
     tuning, ends = tuned_at(job, rank).training.tuning, _Ends(0.0, 0.0)
     layers = [
-        (count, tuned_layer(model, tuning, layers_of_kind(model, kind), kind, **degrees))
+        (count, tuned_layer(model, tuning, body_layers_of_kind(model, kind), kind, **degrees))
         for kind, count in zip(model.kinds, _summed(stages, held))
         if count
     ]
@@ -208,6 +208,12 @@ def layers_tuned_alike(model: Model, tuning: Tuning) -> bool:
 def layers_of_kind(model: Model, kind: LayerRecord) -> tuple[int, ...]:
     """The layers of one kind; prediction modules follow the last layer."""
     return tuple(index for index, layer in enumerate(model.every_layer) if layer == kind)
+
+
+@lru_cache
+def body_layers_of_kind(model: Model, kind: LayerRecord) -> tuple[int, ...]:
+    """The same without those of prediction modules, whose parameters are counted apart."""
+    return tuple(layer for layer in layers_of_kind(model, kind) if layer < model.layers)
 
 
 def _trains_embedding(job: Job) -> bool:
