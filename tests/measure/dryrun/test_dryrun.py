@@ -161,6 +161,16 @@ def test_each_stage_sends_what_its_own_layers_need(strategy: dict[str, Any], sta
     assert differing(found, memory=False) == []
 
 
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_each_stage_attends_as_its_own_layers_do(stage: int) -> None:
+    """Of eight layers the last attends to all keys, the others have windows: FLOPs of both stages are as planned."""
+    model = {**SMALL, "layers": 8, "hidden": 256, "ffn": 512, "sliding_window": 64, "sliding_window_every": 8}
+    planned = job(model, {"pp": 2, "dp": 4}, 16, seq=1024)
+    found = dry_run(planned, rank=rank_at(planned.strategy, {"pp": stage}))
+    assert differing(found, memory=False) == []
+
+
 # -- memory: of real models ---------------------------------------------------------------------------
 
 LLAMA = {
