@@ -386,8 +386,8 @@ class MomentMemory:
         unmade: Any = 0.0
         if grows:
             own = of_pass / maximum(1, spread(held.contents.layers))
-            last = later * (passes.alone * spread(held.last_share))
-            unmade = minimum(maximum(0.0, last - own), passes.others("layer"))
+            last = passes.alone * spread(held.last_share)
+            unmade = minimum(maximum(0.0, later * last - own), passes.others("layer"))
         return Absent(left, reduced, growing, minimum(growing + passes.late, of_pass + unmade))
 
     @cached_property

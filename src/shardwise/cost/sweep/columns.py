@@ -260,11 +260,12 @@ class ColumnBook:
         base, moe = group.base, self._job.model.moe
         runs = (group_runs(base, ("cp", "dp")), expert_data_runs(base) if moe else ())
         sizes = (base.gradient_group, base.expert_data_parallel, base.pp == 1, group.shards)
-        if (runs, sizes) not in self._shared:
+        shared = self._shared.get((runs, sizes))
+        if shared is None:
             if sizes not in self._shardings:
                 self._shardings[sizes] = _by_class(group)
-            self._shared[runs, sizes] = [self._placed(base, columns) for columns in self._shardings[sizes]]
-        return self._shared[runs, sizes]
+            shared = self._shared[runs, sizes] = [self._placed(base, columns) for columns in self._shardings[sizes]]
+        return shared
 
     def _placed(self, base: Strategy, columns: _SharedColumns) -> _Shared:
         """The columns with the networks of their collectives."""

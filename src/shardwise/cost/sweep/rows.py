@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, is_dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardwise.cost.compute.recompute import blend, layers_stay_whole, layers_to_recompute, recomputed_share
@@ -144,19 +144,18 @@ class _Valid:
     """The rows of a table whose batch divides, by layer, schedule and recompute choice."""
 
     cells: Array
-
-    @cached_property
-    def numbers(self) -> Array:
-        return self.cells.ravel().nonzero()[0]
+    places: dict[tuple[int, ...], Array] = field(default_factory=dict)
 
     def of(self, values: Any, *kinds: int) -> Array:
         """Their values one after the other, by kind of rank if there are any."""
         import numpy as np
 
-        whole: Array = np.empty((*kinds, *self.cells.shape), values.dtype)
-        whole[...] = values  # twice as fast as `broadcast_to`
-        flat = whole.reshape(*kinds, -1)
-        return flat if len(self.numbers) == self.cells.size else flat.take(self.numbers, axis=-1)
+        shape = values.shape[-3:]
+        if shape not in self.places:  # where an array of this shape, of length 1 on some axes, has each row
+            numbers = np.arange(math.prod(shape)).reshape(shape)
+            self.places[shape] = np.broadcast_to(numbers, self.cells.shape)[self.cells]
+        rows: Array = values.reshape(*values.shape[:-3], -1).take(self.places[shape], axis=-1)
+        return np.broadcast_to(rows, (*kinds, rows.shape[-1]))
 
 
 CELLS_AT_ONCE = 32_768  # kinds of rank × rows: what fits a processor's cache

@@ -230,10 +230,11 @@ class Supported:
         import numpy as np
 
         key = (axis, choices, *degrees)
-        if key not in self._of_choices:
+        known = self._of_choices.get(key)  # long to hash
+        if known is None:
             bits = [self._used(strategy, self._named[axis]) for strategy in _variants(base, choices)]
-            self._of_choices[key] = np.array(bits, dtype=np.int64)
-        return self._of_choices[key]
+            known = self._of_choices[key] = np.array(bits, dtype=np.int64)
+        return known
 
     def _used(self, strategy: Strategy, names: tuple[str, ...]) -> int:
         job = self.job
