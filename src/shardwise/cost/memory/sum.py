@@ -371,9 +371,9 @@ class MomentMemory:
             if some(held.left_over):
                 left = left + passes.alone * spread(held.left_over)
             if some(held.reduced) and some(passes.in_turn):
-                divided = passes.alone * spread(held.reduced)
-                reduced = passes.in_turn * divided
-                later = spread(held.unreplicated) + (divided - reduced)
+                divided, in_turn = spread(held.reduced), passes.alone * passes.in_turn
+                reduced = in_turn * divided
+                later = (passes.alone - in_turn) * divided + spread(held.unreplicated)
             else:
                 later = spread(_or_zero(held.unreplicated + held.reduced))
         # What has one figure for every row is multiplied first: it is less.
