@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from shardwise.interop.frameworks import recipes
-from shardwise.interop.frameworks.target import Move, Reading, Target
+from shardwise.interop.frameworks.target import Move, Reading
 from shardwise.spec.errors import SpecError, shown
 
 # Axolotl's PEFT adapters; `lora_target_linear` finds every linear layer but the head (utils/lora.py).
@@ -183,16 +183,13 @@ def _read_task(reading: Reading, fields: dict[str, Any]) -> None:
         reading.notes.append(f"rl {word} is not known: priced as supervised training")
 
 
-AXOLOTL = Target(
-    name="axolotl",
-    title="Axolotl",
-    format=recipes.RECIPE,
+AXOLOTL = recipes.reader(
+    "axolotl",
+    "Axolotl",
+    _interpret,
     signature=("base_model",),
     programs=("axolotl",),
-    options=(),
-    interpret=_interpret,
     stacks=("accelerate", "deepspeed"),
-    unknown_keys="noted",
     learning=("learning_rate", "weight_decay", "adam_", "max_grad_norm", "lr_scheduler", "num_epochs"),
     moves=(
         Move({"gradient_checkpointing": True}),

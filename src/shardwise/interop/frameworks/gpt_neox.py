@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwise.interop.frameworks import recipes
 from shardwise.interop.frameworks.documents import Names, Settings
-from shardwise.interop.frameworks.target import Move, Reading, Target, product_of
+from shardwise.interop.frameworks.target import Move, Reading, product_of
 from shardwise.spec.errors import SpecError
 
 VOCABULARY = 50_432  # of the usual tokenizer, padded to a multiple of 128 (tokenizer.py, _vocab_size_with_padding)
@@ -159,15 +159,13 @@ def _experts(reading: Reading, hidden: int) -> dict[str, Any] | None:
     return {"experts": number, "top_k": chosen, "ffn": 4 * hidden, "every": every}
 
 
-GPT_NEOX = Target(
-    name="gpt-neox",
-    title="GPT-NeoX",
+GPT_NEOX = recipes.reader(
+    "gpt-neox",
+    "GPT-NeoX",
+    _interpret,
     format=replace(recipes.RECIPE, suffixes=(".yml", ".yaml"), parse=_parse),
     signature=("pipe_parallel_size", "model_parallel_size"),
-    options=(),
-    interpret=_interpret,
     stacks=("deepspeed",),
-    unknown_keys="noted",
     carries_model=True,
     learning=("optimizer.params", "weight_decay", "gradient_clipping", "lr_decay_style", "train_iters"),
     moves=(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.interop.frameworks import recipes
-from shardwise.interop.frameworks.target import Move, Reading, Target
+from shardwise.interop.frameworks.target import Move, Reading
 from shardwise.spec.errors import SpecError, shown
 
 _PRECISIONS = {"bf16-true": "bf16", "16-true": "fp16", "bf16-mixed": "bf16", "16-mixed": "fp16", "32-true": "fp32",
@@ -105,16 +105,13 @@ def _read_method(reading: Reading, fields: dict[str, Any], *, pretrains: bool) -
         reading.notes.append("lora_head: an adapter on the head is not priced")
 
 
-LITGPT = Target(
-    name="litgpt",
-    title="LitGPT",
-    format=recipes.RECIPE,
+LITGPT = recipes.reader(
+    "litgpt",
+    "LitGPT",
+    _interpret,
     signature=("train.micro_batch_size",),
     programs=("litgpt",),
-    options=(),
-    interpret=_interpret,
     stacks=("pytorch",),
-    unknown_keys="noted",
     learning=("optimizer.init_args", "train.max_norm", "train.min_lr"),
     moves=(
         Move({"precision": "bf16-mixed"}, lambda job: job.training.precision == "fp32"),

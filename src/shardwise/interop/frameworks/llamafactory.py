@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwise.interop.frameworks import recipes
 from shardwise.interop.frameworks.documents import Names, Settings
-from shardwise.interop.frameworks.target import Move, Reading, Target
+from shardwise.interop.frameworks.target import Move, Reading
 from shardwise.spec.errors import SpecError, shown
 
 _LEARNING = {"learning_rate": "learning_rate", "decay": "weight_decay", "beta1": "adam_beta1", "beta2": "adam_beta2",
@@ -157,16 +157,14 @@ def _read_kernels(reading: Reading, fields: dict[str, Any]) -> None:
         fields.update({**recipes.LIGER, **recipes.LOSS_IN_PIECES})
 
 
-LLAMAFACTORY = Target(
-    name="llamafactory",
-    title="LLaMA-Factory",
+LLAMAFACTORY = recipes.reader(
+    "llamafactory",
+    "LLaMA-Factory",
+    _interpret,
     format=replace(recipes.RECIPE, parse=_parse),
     signature=("finetuning_type", "cutoff_len"),
     programs=("llamafactory-cli", "llamafactory"),
-    options=(),
-    interpret=_interpret,
     stacks=("accelerate", "deepspeed"),
-    unknown_keys="noted",
     learning=("learning_rate", "weight_decay", "adam_", "max_grad_norm", "lr_scheduler", "num_train_epochs"),
     moves=(
         Move({"disable_gradient_checkpointing": True}),

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from shardwise.interop.frameworks import recipes
-from shardwise.interop.frameworks.target import Move, Reading, Target
+from shardwise.interop.frameworks.target import Move, Reading
 from shardwise.spec.errors import SpecError, shown
 
 _BUILDER = "model._component_"
@@ -130,16 +130,13 @@ def _read_adapters(reading: Reading, fields: dict[str, Any], method: str) -> Non
     recipes.read_base(fields, bits=4 if base else None, double=True)  # torchao's NF4 has quantised scales
 
 
-TORCHTUNE = Target(
-    name="torchtune",
-    title="torchtune",
-    format=recipes.RECIPE,
+TORCHTUNE = recipes.reader(
+    "torchtune",
+    "torchtune",
+    _interpret,
     signature=("model._component_", "policy_model._component_"),
     programs=("tune",),
-    options=(),
-    interpret=_interpret,
     stacks=("pytorch", "pytorch-compiled"),
-    unknown_keys="noted",
     learning=("optimizer.lr", "optimizer.weight_decay", "clip_grad_norm", "lr_scheduler"),
     moves=(
         Move({"enable_activation_checkpointing": True}),

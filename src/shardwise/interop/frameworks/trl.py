@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.interop.frameworks import recipes
-from shardwise.interop.frameworks.target import Move, Reading, Target
+from shardwise.interop.frameworks.target import Move, Reading
 from shardwise.spec.errors import SpecError, shown
 
 _LEARNING = {"learning_rate": "learning_rate", "decay": "weight_decay", "beta1": "adam_beta1", "beta2": "adam_beta2",
@@ -96,16 +96,13 @@ def _read_adapters(reading: Reading, fields: dict[str, Any], *, loaded: int | No
     recipes.read_saved_modules(reading, fields, "lora_modules_to_save")
 
 
-TRL = Target(
-    name="trl",
-    title="TRL",
-    format=recipes.RECIPE,
+TRL = recipes.reader(
+    "trl",
+    "TRL",
+    _interpret,
     signature=("max_seq_length", "max_length", "use_peft", "dataset_mixture", "dataset_mixer", "dataset_name"),
     programs=("trl",),
-    options=(),
-    interpret=_interpret,
     stacks=("trl",),
-    unknown_keys="noted",
     learning=("learning_rate", "weight_decay", "adam_", "max_grad_norm", "lr_scheduler", "num_train_epochs"),
     moves=(
         Move({"gradient_checkpointing": True}),
