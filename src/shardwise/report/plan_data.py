@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwise.cost.memory.room import fit_of
 from shardwise.interop.frameworks import Exported
 from shardwise.planner.advice.answer import PlanAnswer
 from shardwise.planner.advice.explanation import PlanExplanation
@@ -162,7 +163,8 @@ def export_data(exported: Exported, priced: PricedExport) -> dict[str, Any]:
     }
 
 
-def _figures(candidate: Candidate | None) -> dict[str, float] | None:
+def _figures(candidate: Candidate | None) -> dict[str, Any] | None:
     if candidate is None:
         return None
-    return picked(candidate, predicted_seconds="step_seconds", memory_bytes="memory.total")
+    figures = picked(candidate, predicted_seconds="step_seconds", memory_bytes="memory.total")
+    return {**figures, "fit": fit_of(candidate.job)}

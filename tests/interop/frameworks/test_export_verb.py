@@ -95,3 +95,14 @@ def test_mistakes(arguments: list[str], message: str) -> None:
     with pytest.raises(SpecError) as error:
         run([*JOB, *arguments])
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_the_data_says_whether_it_fits_as_the_command_does(to: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The page shows these words, so that nothing fits there which the command refuses."""
+    assert run([*JOB, "--to", to, "--anyway", "--json"]) == 0
+    there = json.loads(capsys.readouterr().out)["priced"]["exported"]
+    try:
+        assert run([*JOB, "--to", to]) == 0 and there["fit"] != "does not fit"
+    except SpecError as error:
+        assert "does not fit" in str(error) and there["fit"] == "does not fit"

@@ -1,6 +1,6 @@
 // What is taken away: the command, job.yaml, other frameworks' configurations, the step as a trace.
 
-import { copy, download, el, seconds, toast } from "./dom.js";
+import { bytes, copy, download, el, seconds, toast } from "./dom.js";
 import { ask } from "./server.js";
 import { state } from "./state.js";
 
@@ -81,7 +81,9 @@ async function exportTo(name) {
   for (const [file, text] of Object.entries(data.files)) download(file, text);
   toast(`${Object.keys(data.files).join(", ")} saved`);
   const there = data.priced.exported;
-  const price = there ? `As ${name} runs it: ${seconds(there.predicted_seconds)} a step (${data.priced.differs.join(", ") || "as exported"}).` : `What ${name} would run of it cannot be priced.`;
+  const ways = data.priced.differs.join(", ") || "as exported";
+  const memory = there && `${there.fit}${there.fit === "fits" ? "" : ` (${bytes(there.memory_bytes)} a device)`}`;
+  const price = there ? `As ${name} runs it: ${memory}, ${seconds(there.predicted_seconds)} a step (${ways}).` : `What ${name} would run of it cannot be priced.`;
   losses.replaceChildren(
     el("p", {}, el("b", {}, price)),
     el("ul", {}, ...data.lost.map((one) => el("li", {}, Object.values(one).filter((part) => typeof part === "string").join(": "))), ...data.notes.map((note) => el("li", {}, note))),
