@@ -35,6 +35,7 @@ _LEARNING = {"learning_rate": "adam.lr", "decay": "adam.weight_decay", "epsilon"
              "kind": "lr_scheduler"}  # fmt: skip
 _UNPRICED = {
     "ds.zpg": "a second copy of the weights in each node takes more memory and less time than is priced",
+    "ref.offload": "the reference is priced on the device, which takes more memory",
     "train.enable_ema": "an average of the weights is not priced, which takes memory",
     "actor.freeze_visual_encoder": "only the language model is priced",
 }
@@ -105,8 +106,7 @@ def _read_update(reading: Reading, fields: dict[str, Any], size: int, batch: int
     if reading.flag("train.dynamic_batch_enable"):
         size = max(1, tokens * int(fields["strategy.cp"]) // fields["training.seq"])
         ranks = max(1, (reading.cluster.devices if reading.cluster else nodes * each) // product_of(fields, "tp", "cp"))
-        while size > 1 and (batch // ranks) % size:
-            size -= 1
+        size = recipes.dividing(batch // ranks, size)
         reading.notes.append(f"train.dynamic_batch_enable: {size} whole sequences at a time are priced")
     return size
 

@@ -76,6 +76,14 @@ def _name_of(stem: str) -> str:
     return _MODELS.get(name, name)
 
 
+def _whole(settings: Mapping[str, Any], key: str, usual: int) -> int:
+    """A count among settings that are not read by a `Reading`."""
+    value = settings.get(key) or usual
+    if not re.fullmatch(r"[1-9]\d{0,8}", str(value)):
+        raise SpecError(key, f"{shown(value)} is not a positive whole number", f"write {usual}")
+    return int(value)
+
+
 def _run_megatron(reading: Reading, fields: dict[str, Any], overrides: Mapping[str, Any]) -> None:
     settings = {**_OF_PRIMUS, **(_FP8 if overrides.get("fp8") else {}), **overrides}
     kind = str(settings.pop("model_type", "gpt"))
@@ -87,7 +95,7 @@ def _run_megatron(reading: Reading, fields: dict[str, Any], overrides: Mapping[s
     if settings.get("recompute_layer_ids"):
         layers = settings.pop("recompute_layer_ids")
         number = len(layers if isinstance(layers, list) else str(layers).split(","))
-        stages = int(settings.get("pipeline_model_parallel_size") or 1)
+        stages = _whole(settings, "pipeline_model_parallel_size", 1)
         settings |= {"recompute_granularity": "full", "recompute_method": "block",
                      "recompute_num_layers": max(1, number // stages)}  # fmt: skip
     _read_lora(reading, fields, {key: settings.pop(key) for key in list(settings) if key.startswith("lora.")})
@@ -99,8 +107,8 @@ def _run_megatron(reading: Reading, fields: dict[str, Any], overrides: Mapping[s
 def _read_lora(reading: Reading, fields: dict[str, Any], lora: Mapping[str, Any]) -> None:
     if lora.get("lora.enabled") is not True:
         return
-    fields.update({"training.adapters.rank": int(lora.get("lora.dim") or 8), "training.adapters.alpha":
-                   float(lora.get("lora.alpha") or 16), "training.adapters.targets": ["all-linear"]})  # fmt: skip
+    fields.update({"training.adapters.rank": _whole(lora, "lora.dim", 8), "training.adapters.alpha":
+                   float(_whole(lora, "lora.alpha", 16)), "training.adapters.targets": ["all-linear"]})  # fmt: skip
     named = lora.get("lora.target_modules")
     if named is not None:
         reading.notes.append(f"lora.target_modules {shown(named)}: priced as adapters on every linear layer")
@@ -126,8 +134,9 @@ def _shaped(reading: Reading, fields: dict[str, Any], settings: dict[str, Any]) 
         return settings
     layers, model = settings.pop("num_layers", None), fields.get("model")
     if layers is not None and model is not None and reading.model is None:
-        fields["model"] = replace(model, name=f"{model.name}, {layers} layers", layers=int(layers), pattern=(),
-                                  published_parameters=None)  # fmt: skip
+        number = _whole({"num_layers": layers}, "num_layers", 1)
+        named = f"{model.name}, {number} layers"
+        fields["model"] = replace(model, name=named, layers=number, pattern=(), published_parameters=None)
     return {key: value for key, value in settings.items() if not PRIMUS.names.ignores(key)}
 
 
@@ -152,7 +161,7 @@ def _run_bridge(reading: Reading, fields: dict[str, Any], overrides: Mapping[str
     settings = {key.rpartition(".")[2]: value for key, value in overrides.items() if _counts(key)}
     if overrides.get("peft") == "lora" or any(key.startswith("peft.") for key in overrides):
         settings.pop("peft", None)
-        fields.update({"training.adapters.rank": int(overrides.get("peft.dim", 32)), "training.adapters.targets":
+        fields.update({"training.adapters.rank": _whole(overrides, "peft.dim", 32), "training.adapters.targets":
                        ["all-linear"], "training.task": "sft", "training.base_precision": "bf16"})  # fmt: skip
     settings["grad_reduce_in_bf16"] = settings.pop("grad_reduce_in_fp32", True) is False
     as_megatron(reading, fields, {**_OF_BRIDGE, **settings}, "megatron-bridge")

@@ -134,6 +134,14 @@ def read_batch(reading: Reading, fields: Fields, microbatch: str, accumulation: 
         fields["training.global_batch"] = size * times * ranks
 
 
+_MOST_TRIED = 4096
+
+
+def dividing(sequences: int, most: int) -> int:
+    """The largest microbatch up to ``most`` that divides a rank's sequences."""
+    return next((size for size in range(min(most, sequences, _MOST_TRIED), 0, -1) if sequences % size == 0), 1)
+
+
 def note_lengths(reading: Reading, *, packed: bool, length: str) -> None:
     """What is assumed of the samples' lengths, which no recipe says."""
     if packed:

@@ -113,9 +113,8 @@ def _read_update(reading: Reading, fields: dict[str, Any]) -> None:
 
 def _keep_dividing(reading: Reading, fields: dict[str, Any], size: int) -> None:
     """Microbatches that the batch is a whole number of: what is left over is in smaller ones."""
-    each, whole = fields["training.global_batch"] // _ranks(reading, fields), size
-    while each and each % size:
-        size -= 1
+    each = fields["training.global_batch"] // _ranks(reading, fields)
+    whole, size = size, recipes.dividing(each, size)
     if size < whole:
         reading.notes.append(f"microbatches of {whole} do not divide the {each} sequences of a rank: {size} are priced")
     fields["strategy.microbatch"] = size
