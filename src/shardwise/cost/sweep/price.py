@@ -59,6 +59,10 @@ class TableBlock:
     def cells(self) -> int:
         return len(self.rows) * len(self.columns.numbers) * len(self.group.ranks)
 
+    def strategy(self, column: int, row: int, offload: Offload) -> Strategy:
+        choice = self.group.shards[int(self.columns.numbers[column])]
+        return self.group.strategy(self.rows.row(self.group, row), choice, offload)
+
     @property
     def likeness(self) -> tuple[Any, ...]:
         """Equal for blocks that can be priced together."""
@@ -100,9 +104,7 @@ class TablePiece:
 
     def strategy(self, column: int, row: int) -> Strategy:
         """The strategy of one cell."""
-        block = self.blocks[int(self.block_of_row[row])]
-        choice = block.group.shards[int(block.columns.numbers[column])]
-        return block.group.strategy(block.rows.row(block.group, int(self.row_numbers[row])), choice, self.offload)
+        return self.blocks[int(self.block_of_row[row])].strategy(column, int(self.row_numbers[row]), self.offload)
 
 
 class TablePricer:

@@ -46,9 +46,7 @@ class PricedStrategy:
         return int(self.block.rows.sequences[self.row])
 
     def strategy(self) -> Strategy:
-        group = self.block.group
-        choice = group.shards[int(self.block.columns.numbers[self.column])]
-        return group.strategy(self.block.rows.row(group, self.row), choice, self.offload)
+        return self.block.strategy(self.column, self.row, self.offload)
 
 
 @dataclass
