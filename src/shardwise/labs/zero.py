@@ -23,15 +23,16 @@ from shardwise.spec.job import Job
 from shardwise.spec.parameters import parameter_count
 from shardwise.spec.units import readable_bytes, readable_seconds
 
-RANKS, LAYERS = 4, 4
+RANKS, LAYERS, MICROBATCHES = 4, 4, 2  # of one microbatch gradients would be reduced before they are all there
 MODEL = {"layers": LAYERS, "hidden": 128, "heads": 8, "kv_heads": 4, "ffn": 512, "vocab": 512}
 BYTES_TOLERANCE = 0.02
+CLEARLY_LESS = 0.95
 _NAMES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
-# What each divides by the ranks N, Φ parameters in fp32: 4 weight, 4 gradient, 8 AdamW's moments. Whole weights and
-# gradients that ZeRO-1 and 2 compute with come beside the rank's own.
-_FORMULAS = ("(4 + 4 + 8)Φ", "(4 + 4 + 8/N)Φ", "4Φ + (4 + 8)Φ/N", "(4 + 4 + 8)Φ/N")
+# What each divides by the ranks N, Φ parameters in fp32: 4 weight, 4 gradient, 8 AdamW's moments. ZeRO-1 and 2 update
+# a part of the weights, 4/N, that lies beside the whole ones which they compute with.
+_FORMULAS = ("16Φ", "8Φ + 12Φ/N", "4Φ + 16Φ/N", "16Φ/N")
 _OWN = {"weights": "weights that it updates", "gradients": "summed gradients", "optimizer": "moments"}
-_SENT = ("2Φ", "2Φ", "2Φ", "3Φ")
+_SENT = ("2Φ", "2Φ", "(m + 1)Φ", "3mΦ")  # of m microbatches, each of which ZeRO-2 reduces and ZeRO-3 gathers too
 SLOW = Emulation(nodes=2, ranks_per_node=1, rate=25e6, delay=1e-3)
 PACE = Pace(layer_forward=0.03, layer_backward=0.06)
 
@@ -63,15 +64,16 @@ def run(setup: LabSetup) -> LabReport:
     stages = []
     for zero, name in enumerate(_NAMES):
         setup.on_progress(f"{name} on {RANKS} processes")
-        job = lab_job({"dp": RANKS, "zero": zero, "microbatch": 1}, batch=RANKS, seq=32, **MODEL)
+        job = lab_job({"dp": RANKS, "zero": zero, "microbatch": 1}, batch=RANKS * MICROBATCHES, seq=32, **MODEL)
         request = EngineRun(job, steps=2 if setup.short else 4)
         stages.append(ZeroStage(zero, job, analyze(job).memory, run_engine(setup.pool, request)))
-    findings = [finding for stage in stages for finding in _findings(stage, stages[0])]
+    findings = [finding for stage in stages for finding in _findings(stage, stages[max(0, stage.zero - 1)])]
     ahead, told = _prefetch(setup)
     return LabReport((*_pieces(stages), *told), (*findings, *ahead))
 
 
-def _findings(stage: ZeroStage, first: ZeroStage) -> Iterator[LabFinding]:
+def _findings(stage: ZeroStage, before: ZeroStage) -> Iterator[LabFinding]:
+    """``before`` divides one thing less; that of DDP is itself."""
     size = 4 * parameter_count(stage.job.model)
     for part in _OWN:
         whole = (2 if part == "optimizer" else 1) * size
@@ -93,16 +95,30 @@ def _findings(stage: ZeroStage, first: ZeroStage) -> Iterator[LabFinding]:
         "peak: states, activations and gathered layers as `analyze` adds them up; gloo's sums on a CPU come on top",
         Relation.AT_LEAST, "bytes",
     )  # fmt: skip
-    if stage is first:
+    states = _states(stage.zero, size)
+    planned = stage.planned.weights + stage.planned.gradients + stage.planned.optimizer
+    yield LabFinding(
+        f"{stage.name}: states planned", states, planned, 0.001,
+        "states: the formula of each stage (Rajbhandari et al. 2020, section 5), with whole gradients while "
+        "microbatches add to them", unit="bytes",
+    )  # fmt: skip
+    if stage is before:
         return
     yield LabFinding(
-        f"{stage.name}: peak over DDP's", 1.0, stage.peak_bytes / first.peak_bytes, 0,
-        "less: what is divided is not held, whatever a step needs besides", Relation.AT_MOST,
+        f"{stage.name}: peak over {before.name}'s", CLEARLY_LESS, stage.peak_bytes / before.peak_bytes, 0,
+        "less: each stage divides one thing more, and holds clearly less for it, whatever a step needs besides",
+        Relation.AT_MOST,
     )  # fmt: skip
     yield LabFinding(
-        f"{stage.name}: loss of the last step", first.ranks[0].losses[-1], stage.ranks[0].losses[-1], 1e-5,
+        f"{stage.name}: loss of the last step", before.ranks[0].losses[-1], stage.ranks[0].losses[-1], 1e-5,
         "loss: where states are kept changes nothing that is computed",
     )  # fmt: skip
+
+
+def _states(zero: int, size: int) -> float:
+    """Weights, gradients and moments of a rank by `_FORMULAS`; ``size`` is 4Φ."""
+    whole, divided = ((4, 0), (2, 3), (1, 4), (0, 4))[zero]
+    return size * (whole + divided / RANKS)
 
 
 def _pieces(stages: Sequence[ZeroStage]) -> Iterator[Piece]:
