@@ -53,7 +53,7 @@ def model_from(named: Any) -> Model:
 
 
 def priced_model_from(named: Any) -> Model:
-    """The same for who only prices it: a model that no table describes is counted from its code."""
+    """As `model_from`, to be priced only: a model that no table describes is counted from its code."""
 
     def of_config(path: Path) -> Model:
         from shardwise.interop.counted import described_or_counted

@@ -284,6 +284,9 @@ CHANGES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("torchtune", {"tensor_parallel_dim": 2}, {"strategy.tp": 2}),
     ("torchtune", {"data_parallel_replicate_dim": 2, "data_parallel_shard_dim": 4}, {"strategy.shard_group": 4}),
     ("torchtune", {"optimizer._component_": "bitsandbytes.optim.PagedAdamW8bit"}, {"training.optimizer": "adam8bit"}),
+    ("torchtune", {"optimizer.fused": True}, {"stack.adamw": "in place"}),
+    ("torchtune", {"optimizer.fused": False}, {"stack.adamw": "foreach unsharded"}),
+    ("torchtune", {"optimizer._component_": "bitsandbytes.optim.PagedAdamW"}, {"stack.adamw": "in place"}),
     ("torchtune", {"loss._component_": "torchtune.rlhf.loss.DPOLoss"}, {"training.task": "dpo"}),
     ("trl", {"use_peft": None}, {"training.adapters": None, "training.optimizer": "adamw"}),
     ("trl", {"use_peft": None, "dtype": "bfloat16"}, {"training.optimizer": "adamw-bf16-moments"}),
@@ -372,12 +375,12 @@ CHANGES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("maxtext", {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2}, {"strategy.shard_group": 2}),
     ("maxtext", {"ici_fsdp_parallelism": 1, "ici_data_parallelism": 4}, {"strategy.zero": 0}),
     ("maxtext", {"ici_context_parallelism": 2}, {"strategy.cp": 2, "strategy.context_method": "all-gather"}),
-    ("litgpt", {"lora_r": None}, {"training.adapters": None}),
+    ("litgpt", {"lora_r": None}, {"training.adapters": None, "stack.adamw": "foreach"}),
     ("litgpt", {"lora_mlp": True, "lora_query": False}, {"training.adapters.targets": ("v_proj", "mlp")}),
     ("litgpt", {"precision": "32-true"}, {"training.precision": "fp32"}),
     ("litgpt", {"train.max_steps": 10}, {"training.tokens": 10 * 32 * 512}),
     ("litgpt", {"checkpoint_dir": None, "model_name": "llama3-8b", "lora_r": None},
-     {"training.task": "pretrain", "strategy.recompute": "none"}),
+     {"training.task": "pretrain", "strategy.recompute": "none", "stack.adamw": "in place"}),
 ]  # fmt: skip
 
 

@@ -148,8 +148,7 @@ def _read_length(reading: Reading, fields: dict[str, Any]) -> None:
     else:
         fields["training.seq"] = length
     if "Mock" not in str(reading.value("dataset._target_", "")):
-        shown_length = "the longest sample's" if length is None else f"{length:,}"
-        recipes.note_lengths(reading, packed=packed, length=shown_length)
+        recipes.note_lengths(reading, packed=packed, tokens=length)
 
 
 def _read_batch(reading: Reading, fields: dict[str, Any]) -> None:

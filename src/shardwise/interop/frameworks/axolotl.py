@@ -36,7 +36,7 @@ def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
     packed = reading.flag("sample_packing")
     padded = reading.flag("pad_to_sequence_len") or reading.has("pretraining_dataset")
     if packed or not padded:
-        recipes.note_lengths(reading, packed=packed, length=f"{fields['training.seq']:,}")
+        recipes.note_lengths(reading, packed=packed, tokens=fields["training.seq"])
     recipes.read_optimizer(reading, fields, "optimizer", "adamw_torch_fused")
     recipes.read_learning(reading, fields, _LEARNING)
     recipes.read_steps(reading, fields, "max_steps")

@@ -33,10 +33,10 @@ def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
     elif not pretrains:
         reading.notes.append("train.max_seq_length is not set: no sample is cut; training.seq is the length to price")
     if not pretrains:
-        recipes.note_lengths(reading, packed=False, length="the longest sample's" if length is None else f"{length:,}")
+        recipes.note_lengths(reading, packed=False, tokens=length)
     fields["training.global_batch"] = reading.count("train.global_batch_size", 512 if pretrains else 16)
     fields["strategy.microbatch"] = reading.count("train.micro_batch_size", 4 if pretrains else 1)
-    _read_optimizer(reading, fields)
+    _read_optimizer(reading, fields, pretrains=pretrains)
     _read_method(reading, fields, pretrains=pretrains)
     words = reading.text("precision", "bf16-true")
     fields["training.precision"] = reading.choice("precision", _PRECISIONS, "bf16")
@@ -64,12 +64,12 @@ def _read_devices(reading: Reading) -> None:
         raise SpecError("devices", problem, f"use ⟨gpus={reading.devices}⟩")
 
 
-def _read_optimizer(reading: Reading, fields: dict[str, Any]) -> None:
+def _read_optimizer(reading: Reading, fields: dict[str, Any], *, pretrains: bool) -> None:
     word = str(reading.value("optimizer.class_path", reading.value("optimizer", "AdamW"))).rpartition(".")[2].lower()
     fields["training.optimizer"] = recipes.OPTIMIZERS.get(word, "adamw")
     if word not in recipes.OPTIMIZERS:
         reading.notes.append(f"optimizer {word}: priced as AdamW")
-    fields["stack.adamw"] = "foreach"
+    fields["stack.adamw"] = "in place" if pretrains else "foreach"  # fused where pretrain.py makes it
     keys = {"learning_rate": "optimizer.init_args.lr", "decay": "optimizer.init_args.weight_decay",
             "clip_norm": "train.max_norm"}  # fmt: skip
     recipes.read_learning(reading, fields, keys)

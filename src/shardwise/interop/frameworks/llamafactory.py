@@ -73,7 +73,7 @@ def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
         fields["training.global_batch"] = batch
     packed = reading.flag("packing", fields["training.task"] == "pretrain") or reading.flag("neat_packing")
     if fields["training.task"] != "pretrain":
-        recipes.note_lengths(reading, packed=packed, length=f"{fields['training.seq']:,}")
+        recipes.note_lengths(reading, packed=packed, tokens=fields["training.seq"])
     recipes.read_optimizer(reading, fields, "optim", "adamw_torch_fused")
     if reading.flag("use_muon"):
         fields["training.optimizer"] = "muon"

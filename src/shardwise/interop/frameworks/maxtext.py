@@ -102,7 +102,7 @@ def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
     if reading.count("num_vocab_tiling", 1) > 1:
         fields.update(recipes.LOSS_IN_PIECES)
     if fields["training.task"] != "pretrain":
-        recipes.note_lengths(reading, packed=reading.flag("packing", True), length=f"{fields['training.seq']:,}")
+        recipes.note_lengths(reading, packed=reading.flag("packing", True), tokens=fields["training.seq"])
     recipes.note(reading, _UNPRICED)
 
 

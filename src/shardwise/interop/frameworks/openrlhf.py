@@ -89,7 +89,7 @@ def _read_task(reading: Reading, fields: dict[str, Any], trainer: str, *, learns
         size = _read_update(reading, fields, size, batch)
     fields.update({"strategy.microbatch": size, "training.global_batch": batch})
     reading.used.add("ds.packing_samples")
-    recipes.note_lengths(reading, packed=False, length=f"{length:,}")
+    recipes.note_lengths(reading, packed=False, tokens=length)
 
 
 def _read_update(reading: Reading, fields: dict[str, Any], size: int, batch: int) -> int:

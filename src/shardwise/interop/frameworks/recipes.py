@@ -142,14 +142,15 @@ def dividing(sequences: int, most: int) -> int:
     return next((size for size in range(min(most, sequences, _MOST_TRIED), 0, -1) if sequences % size == 0), 1)
 
 
-def note_lengths(reading: Reading, *, packed: bool, length: str) -> None:
-    """What is assumed of the samples' lengths, which no recipe says."""
+def note_lengths(reading: Reading, *, packed: bool, tokens: int | None) -> None:
+    """What is assumed of the samples' lengths, which no recipe says; of those that nothing cuts ``tokens`` is None."""
     if packed:
         reading.notes.append(
             "samples are packed: attention is priced over whole sequences, an upper bound (training.lengths says more)"
         )
     else:
-        reading.notes.append(f"every sample is priced as if it had {length} tokens: shorter ones take less")
+        each = "the longest sample's" if tokens is None else f"{tokens:,}"
+        reading.notes.append(f"every sample is priced as if it had {each} tokens: shorter ones take less")
 
 
 # -- optimizer and schedule ------------------------------------------------------------------------------------

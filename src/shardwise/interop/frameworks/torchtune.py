@@ -81,7 +81,7 @@ def _read_length(reading: Reading, fields: dict[str, Any]) -> None:
         reading.notes.append("tokenizer.max_seq_len is not set: no sample is cut; training.seq is the length to price")
     else:
         fields["training.seq"] = length
-    recipes.note_lengths(reading, packed=packed, length="the longest sample's" if length is None else f"{length:,}")
+    recipes.note_lengths(reading, packed=packed, tokens=length)
 
 
 def _read_optimizer(reading: Reading, fields: dict[str, Any]) -> None:
@@ -92,8 +92,9 @@ def _read_optimizer(reading: Reading, fields: dict[str, Any]) -> None:
         reading.notes.append(f"optimizer {component}: priced as AdamW")
     if "paged" in word:
         reading.notes.append(f"optimizer {component}: states that leave for the host are priced on the device")
-    if not reading.flag("optimizer.fused") and word == "adamw":
-        fields["stack.adamw"] = "foreach"  # torch's choice where none is made
+    # torch's choice where none is made, on FSDP2's parameters
+    torch = word == "adamw" and not reading.flag("optimizer.fused")
+    fields["stack.adamw"] = "foreach unsharded" if torch else "in place"
     if reading.flag("optimizer_in_bwd"):
         reading.notes.append("optimizer_in_bwd: gradients leave within the backward pass: memory is an upper bound")
     keys = {"learning_rate": "optimizer.lr", "decay": "optimizer.weight_decay", "clip_norm": "clip_grad_norm"}

@@ -39,7 +39,7 @@ def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
         reading, fields, "per_device_train_batch_size", "gradient_accumulation_steps", usual=8
     )  # transformers' default
     packed = reading.flag("packing") or reading.flag("padding_free")
-    recipes.note_lengths(reading, packed=packed, length=f"{fields['training.seq']:,}")
+    recipes.note_lengths(reading, packed=packed, tokens=fields["training.seq"])
     recipes.read_optimizer(reading, fields, "optim", "adamw_torch_fused")
     recipes.read_learning(reading, fields, _LEARNING)
     recipes.read_steps(reading, fields, "max_steps")

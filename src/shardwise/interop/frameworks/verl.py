@@ -93,7 +93,7 @@ def _read_update(reading: Reading, fields: dict[str, Any]) -> None:
     reading.notes.append(
         f"priced is one update of the actor, of {times} in a step; generation, rewards, log-probabilities come on top"
     )
-    recipes.note_lengths(reading, packed=False, length=f"{prompt + answer:,}")
+    recipes.note_lengths(reading, packed=False, tokens=prompt + answer)
     estimator = reading.text("algorithm.adv_estimator", "gae")
     if reading.flag("critic.enable", estimator == "gae"):
         reading.notes.append("critic: its weights and updates are not priced, which take more memory and time")
@@ -131,7 +131,7 @@ def _read_sft(reading: Reading, fields: dict[str, Any]) -> None:
         tokens = reading.count("data.max_token_len_per_gpu", 8192)
         size = max(1, tokens * int(fields["strategy.cp"]) // fields["training.seq"])
     _keep_dividing(reading, fields, size)
-    recipes.note_lengths(reading, packed=False, length=f"{fields['training.seq']:,}")
+    recipes.note_lengths(reading, packed=False, tokens=fields["training.seq"])
 
 
 # -- the layout ----------------------------------------------------------------------------------------------------
