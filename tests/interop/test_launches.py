@@ -62,8 +62,8 @@ def test_the_size_is_that_of_the_launcher(script: str, size: tuple[int | None, .
 @pytest.mark.parametrize(
     ("script", "why"),
     [
-        ("torchrun --nnodes $WORLD --nproc_per_node 8 t.py", "--nnodes $WORLD comes from outside"),
-        ("accelerate launch --num_processes $(count) t.py", "--num_processes $(count) comes from outside"),
+        ("torchrun --nnodes $WORLD --nproc_per_node 8 t.py", "--nnodes $WORLD is set outside"),
+        ("accelerate launch --num_processes $(count) t.py", "--num_processes $(count) is set outside"),
         ("deepspeed --hostfile none.txt t.py", "--hostfile none.txt is not beside the script"),
     ],
 )
@@ -144,7 +144,7 @@ def test_devices_that_are_given_count_for_more_than_the_script(tmp_path: Path) -
 
 
 def test_what_cannot_be_resolved_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"--nnodes \$N comes from outside"):
+    with pytest.raises(SpecError, match=r"--nnodes \$N is set outside"):
         made(tmp_path, "torchrun --nnodes $N --nproc_per_node 8 sft.py --config sft.yaml")
     (tmp_path / "launch.sh").write_text("axolotl train nowhere.yml\n")
     assert "nowhere.yml" in error_line(run("analyze", str(tmp_path / "launch.sh"), "--gpus", "8"))

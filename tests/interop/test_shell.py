@@ -188,10 +188,10 @@ def test_a_value_that_a_price_needs_is_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "pretrain.sh"
     path.write_text(MEGATRON, encoding="utf-8")
     line = error_line(run("analyze", str(path), "--gpus", "8"))
-    assert "--global-batch-size: '$1' comes from outside of the script; set the variable in it" in line
+    assert "--global-batch-size: '$1' is set outside the script; set the variable in it" in line
     path.write_text(MEGATRON.replace("BATCH=$1", "BATCH=16"), encoding="utf-8")
     done = run("analyze", str(path), "--gpus", "8")
     assert done.status == 0, done.err
-    assert "note: --lr = '$LR' comes from outside of the script: left out" in done.err
+    assert "note: --lr = '$LR' is set outside the script: left out" in done.err
     path.write_text("source ./config.sh\nsbatch job.sh\n", encoding="utf-8")
     assert "gives no options to a Python script" in error_line(run("analyze", str(path), "--gpus", "8"))

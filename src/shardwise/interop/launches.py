@@ -35,7 +35,7 @@ class ScriptLaunch:
     program: str  # a script of Python, a module, or a command
     files: tuple[str, ...] = ()  # configurations that it is given
     settings: dict[str, Any] = field(default_factory=dict)  # by dotted path: ``--key value`` and ``key=value``
-    outside: tuple[str, ...] = ()  # settings whose value comes from outside of the script
+    outside: tuple[str, ...] = ()  # settings whose value is set outside the script
     nodes: int | None = None
     node_devices: int | None = None
     devices: int | None = None
@@ -176,7 +176,7 @@ def _size(
     size: dict[str, Any] = {"accelerate": (options.get("config_file") or [""])[0] if launcher == "accelerate" else ""}
     for name in _COUNTED:
         if any(isinstance(value, Unset) for value in options.get(name, ())):
-            return {**size, "unknown": f"--{name} {options[name][0]} comes from outside of the script"}
+            return {**size, "unknown": f"--{name} {options[name][0]} is set outside the script"}
 
     def number(*names: str) -> int | None:
         return _count(next((options[name][0] for name in names if options.get(name)), None))

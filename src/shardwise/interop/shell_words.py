@@ -77,7 +77,7 @@ def tokens(text: str) -> Iterator[Token]:
 
 
 def _as_reference(placeholder: re.Match[str]) -> str:
-    """A reference to no variable: what it holds comes from outside of the script."""
+    """A reference to no variable: what it holds is set outside the script."""
     return f'"${{{placeholder[0]}}}"'
 
 

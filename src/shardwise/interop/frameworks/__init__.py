@@ -171,7 +171,7 @@ class Configuration:
             notes.append(f"{launch.accelerate} is read as the configuration of Accelerate")
         elif launch.accelerate:
             notes.append(f"{launch.accelerate} is not beside the script: how Accelerate shards is not known")
-        notes += [f"{name} comes from outside of the script: left out" for name in launch.outside if self.settings]
+        notes += [f"{name} is set outside the script: left out" for name in launch.outside if self.settings]
         return replace(
             read, fields=fields, notes=tuple(notes), devices=launch.devices or sharding.get(DEVICES) or read.devices
         )

@@ -175,7 +175,7 @@ def with_settings(text: str, name: str, settings: Settings) -> str:
         return json.dumps(unflatten({**kept, **settings}), default=str)
     except (TypeError, AttributeError):
         raise SpecError(
-            name, "and what the script sets beside it do not fit together", "write all in the file"
+            name, "and what the script sets beside it contradict each other", "put all settings in the file"
         ) from None
 
 

@@ -67,7 +67,7 @@ _UNPRICED = {
     "enable_diloco": "workers that synchronise rarely are priced as if they did every step",
     "mtp_num_layers": "prediction layers are not priced, which take memory and time",
     "trainable_parameters_mask": "priced as if all weights were trained, an upper bound",
-    "use_batch_split_schedule": "the exchange of tokens is priced in the open, which takes longer",
+    "use_batch_split_schedule": "the exchange of tokens is priced without overlap, which takes longer",
     "capacity_factor": "experts that drop tokens are priced as if they dropped none, an upper bound",
     "use_multimodal": "the encoder of images is not priced, which takes memory and time",
     "moba": "attention to some blocks is priced as attention to all, an upper bound",

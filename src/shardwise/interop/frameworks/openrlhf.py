@@ -84,7 +84,9 @@ def _read_task(reading: Reading, fields: dict[str, Any], trainer: str, *, learns
     fields["training.task"] = "dpo" if trainer == "train_dpo" else "sft"
     if trainer == "train_rm":
         size, batch = 2 * size, 2 * batch
-        reading.notes.append("both answers of a pair are in the batch; a head of one output is priced as that of words")
+        reading.notes.append(
+            "both answers of a pair are in the batch; a head with one output is priced as a language-model head"
+        )
     if learns:
         size = _read_update(reading, fields, size, batch)
     fields.update({"strategy.microbatch": size, "training.global_batch": batch})

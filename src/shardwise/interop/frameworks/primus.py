@@ -88,7 +88,7 @@ def _run_megatron(reading: Reading, fields: dict[str, Any], overrides: Mapping[s
     settings = {**_OF_PRIMUS, **(_FP8 if overrides.get("fp8") else {}), **overrides}
     kind = str(settings.pop("model_type", "gpt"))
     if kind not in ("gpt", "mamba"):
-        raise SpecError("model_type", f"{shown(kind)} is no model of text", "only language models are priced")
+        raise SpecError("model_type", f"{shown(kind)} is not a text model", "only language models are priced")
     for name, options in _OWN.items():
         if settings.pop(name, False) is True:
             settings |= options

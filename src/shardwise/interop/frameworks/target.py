@@ -416,7 +416,7 @@ class Target:
                 continue
             value = plain(reading.settings[key])
             written = str(value).startswith("<")
-            whence = "is a placeholder" if written else "comes from outside of the script"
+            whence = "is a placeholder" if written else "is set outside the script"
             if not key.startswith(self.learning):
                 remedy = "write a value instead of it" if written else "set the variable in it, as in BATCH=256"
                 raise SpecError(key, f"{shown(value)} {whence}", remedy)

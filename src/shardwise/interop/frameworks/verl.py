@@ -53,7 +53,7 @@ def _interpret(reading: Reading, fields: dict[str, Any]) -> None:
     at = _RL if learns else _OLD_SFT if _OLD_SFT.has(reading) else _SFT
     recipes.read_model(reading, fields, at.path)
     if not at.has(reading):
-        reading.no_model = f"{at.path} is not given, or comes from outside of the script"
+        reading.no_model = f"{at.path} is not given, or is set outside the script"
     megatron = _ACTOR + "megatron." if learns else "engine."
     word = reading.text(_ACTOR + "strategy" if learns else "engine.strategy", "")
     key = megatron + "tensor_model_parallel_size"
